@@ -1,0 +1,1 @@
+"""jaxrel: training runs that are not lost."""

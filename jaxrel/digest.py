@@ -1,0 +1,118 @@
+"""The digest of an array's bits: exact, and free of how the array is sharded.
+
+Every element's bits are mixed with its index in the whole array by a function that is
+one-to-one in the bits, and the results are summed modulo 2**32, twice with different
+constants. Integer sums have no order, so any sharding gives the same two words; one
+flipped bit always changes both.
+
+`leaf_words` runs on devices, inside or outside `jit`; `leaf_words_numpy` is its twin.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# Odd constants of well-known multiplicative hashes (golden ratio, xxHash32, murmur3); one
+# row a lane: column index, row index, first and second multiplication.
+_LANES = (
+    (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F),
+    (0x165667B1, 0xCC9E2D51, 0x85EBCA6B, 0x1B873593),
+)
+
+
+def dtype_name(x: Any) -> str:
+    """The dtype as it is recorded; a typed random key names its implementation."""
+    return str(x.dtype)
+
+
+def leaf_words(x: jax.Array) -> jax.Array:
+    """The digest of one array of any shape and dtype: uint32 [2].
+
+    An element's index is two words, its last axis and its row (all other axes, flattened),
+    so that arrays of more than 2**32 elements keep distinct indices.
+    """
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    if x.dtype == jnp.bool_:
+        x = x.astype(jnp.uint8)
+    x = jnp.atleast_1d(x)
+    unsigned = jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")
+    words = lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+    if x.dtype.itemsize == 8:  # two words an element, on a last axis twice as long
+        words = words.reshape(*x.shape[:-1], 2 * x.shape[-1])
+    column = lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)
+    row, stride = jnp.zeros_like(column), 1
+    for axis in reversed(range(words.ndim - 1)):
+        index = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        row = row + index * jnp.uint32(stride & 0xFFFFFFFF)
+        stride *= words.shape[axis]
+    lanes = []
+    for c, r, m1, m2 in _LANES:
+        h = (words ^ (column * jnp.uint32(c) + row * jnp.uint32(r))) * jnp.uint32(m1)
+        h = (h ^ (h >> 15)) * jnp.uint32(m2)
+        lanes.append(jnp.sum(h, dtype=jnp.uint32))
+    return jnp.stack(lanes)
+
+
+def leaf_words_numpy(x: Any) -> np.ndarray:
+    """`leaf_words` computed by NumPy on the host: uint32 [2]."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    x = np.atleast_1d(np.asarray(x))
+    if np.iscomplexobj(x):
+        x = np.stack([x.real, x.imag], axis=-1)
+    x = np.ascontiguousarray(x)
+    unsigned = np.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")
+    words = x.view(unsigned).astype(np.uint32).reshape(-1, x.shape[-1] * max(1, x.dtype.itemsize // 4))
+    column = np.arange(words.shape[1], dtype=np.uint32)[None, :]
+    row = np.arange(words.shape[0], dtype=np.uint64).astype(np.uint32)[:, None]
+    lanes = []
+    for c, r, m1, m2 in _LANES:
+        h = (words ^ (column * np.uint32(c) + row * np.uint32(r))) * np.uint32(m1)
+        h = (h ^ (h >> np.uint32(15))) * np.uint32(m2)
+        lanes.append(np.sum(h, dtype=np.uint32))
+    return np.stack(lanes)
+
+
+def tree_words(tree: Any) -> jax.Array:
+    """The digests of all leaves, in the order of `jax.tree.leaves`: uint32 [leaves, 2]."""
+    return jnp.stack([leaf_words(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def leaf_paths(tree: Any) -> list[str]:
+    """Each leaf's path, as `a/b/0`, in the order of `jax.tree.leaves`."""
+    paths, _ = zip(*jax.tree_util.tree_flatten_with_path(tree)[0], strict=True)
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+
+
+def leaf_digests(tree: Any, words: Any) -> dict[str, str]:
+    """Digest of each leaf by path: 16 hex digits.
+
+    `tree` may be abstract; `words` is what `tree_words` gave for it, on the host.
+    """
+    words = np.asarray(words)
+    return {
+        path: f"{int(w[0]):08x}{int(w[1]):08x}"
+        for path, w in zip(leaf_paths(tree), words, strict=True)
+    }
+
+
+def state_digest(tree: Any, words: Any) -> str:
+    """One digest for a whole tree: 32 hex digits over path, dtype, shape and leaf digests."""
+    leaves = dict(zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True))
+    kinds = {path: f"{dtype_name(x)} {tuple(x.shape)}" for path, x in leaves.items()}
+    return combine(kinds, leaf_digests(tree, words))
+
+
+def combine(kinds: Mapping[str, str], digests: Mapping[str, str]) -> str:
+    """The whole tree's digest from its leaves' kinds and digests; needs no arrays."""
+    lines = [f"{path} {kinds[path]} {digests[path]}\n" for path in sorted(kinds)]
+    return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
