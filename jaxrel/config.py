@@ -1,12 +1,17 @@
 """The configuration of a run: one tree of frozen dataclasses.
 
-A YAML file gives the values and `--section.key value` overrides them; the parser built on
-these classes is `jaxrel.cli`. `check` refuses combinations that cannot work, before
-anything is compiled or written.
+A YAML file gives the values (`jaxrel.config_file`) and `--section.key value` overrides them
+(`jaxrel.cli`). `check` refuses values and combinations that cannot work, before anything is
+compiled or written.
 """
 
+import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from jaxrel.exit_codes import UsageError
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,12 @@ class MeshConfig:
     axes: dict[str, int] = field(default_factory=dict)
     """Further named mesh axes and their degrees; recorded, for models that use them."""
     rules: dict[str, str] = field(
-        default_factory=lambda: {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocabulary": "tensor"}
+        default_factory=lambda: {
+            "heads": "tensor",
+            "kv_heads": "tensor",
+            "mlp": "tensor",
+            "vocabulary": "tensor",
+        }
     )
     """Logical axis of a parameter to mesh axis."""
 
@@ -163,3 +173,161 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def checkpoint_dir(self) -> str:
+        """Where the checkpoints are, with the default filled in."""
+        return self.checkpoint.dir or f"{self.run.dir}/checkpoints"
+
+
+def check(config: Config) -> None:
+    """Refuse values out of range and combinations that cannot work.
+
+    Needs no device: a degree of -1 is not judged, so call it again once the mesh has
+    resolved the degrees. Raises UsageError, `section.key: got VALUE: what would be right`.
+    """
+    for rules in (_ranges, _mesh, _batch, _model, _job, _data):
+        for key, wrong, right in rules(config):
+            if wrong:
+                raise UsageError(f"{key}: got {show(_lookup(config, key))}: {right}")
+
+
+def show(value: Any) -> str:
+    """A value as a message shows it: on one line, cut when long."""
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _lookup(config: Config, key: str) -> Any:
+    """The value at a dotted key; below a mapping, the key in the mapping."""
+    node: Any = config
+    for name in key.split(".", 2):
+        node = node[name] if isinstance(node, dict) else getattr(node, name)
+    return node
+
+
+Rules = Iterator[tuple[str, bool, str]]
+"""Dotted key, whether it is wrong, what would be right; each may rely on those before it."""
+
+_AT_LEAST = {
+    "run.steps": 1,
+    "run.print_every": 1,
+    "batch.global_size": 1,
+    "batch.sequence": 1,
+    "batch.groups": 1,
+    "data.threads": 1,
+    "data.prefetch": 1,
+    "model.layers": 1,
+    "model.hidden": 1,
+    "model.heads": 1,
+    "model.kv_heads": 1,
+    "model.head_dim": 2,
+    "model.mlp": 1,
+    "model.vocabulary": 2,
+    "optimizer.warmup_steps": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.clip_norm": 0,
+    "checkpoint.interval": 1,
+    "checkpoint.keep": 1,
+}
+_POSITIVE = (
+    "job.join_deadline_s",
+    "model.rope_theta",
+    "optimizer.learning_rate",
+    "checkpoint.deadline_s",
+)
+_SHARES = ("model.dropout", "optimizer.b1", "optimizer.b2")
+
+
+def _ranges(c: Config) -> Rules:
+    for key, low in _AT_LEAST.items():
+        yield key, not low <= _lookup(c, key) < math.inf, f"expected at least {low}"
+    for key in _POSITIVE:
+        yield key, not 0 < _lookup(c, key) < math.inf, "expected a finite number above 0"
+    for key in _SHARES:
+        yield key, not 0 <= _lookup(c, key) < 1, "expected a number in [0, 1)"
+    fraction = c.optimizer.final_fraction
+    yield "optimizer.final_fraction", not 0 <= fraction <= 1, "expected a number in [0, 1]"
+    yield "run.seed", not 0 <= c.run.seed < 2**32, "expected a whole number in [0, 2**32)"
+    yield "run.dir", not c.run.dir.strip(), "expected the path of a directory"
+    yield "checkpoint.dir", c.checkpoint.dir == "", "expected a path, or null for inside the run"
+
+
+def _mesh(c: Config) -> Rules:
+    own = {"data": c.mesh.data, "fsdp": c.mesh.fsdp, "tensor": c.mesh.tensor}
+    for name in c.mesh.axes:
+        yield "mesh.axes", name in own, f"{name} has a key of its own, mesh.{name}"
+        yield "mesh.axes", not name.isidentifier(), f"{name!r} cannot name an axis"
+    degrees = {f"mesh.{name}": degree for name, degree in own.items()}
+    degrees |= {f"mesh.axes.{name}": degree for name, degree in c.mesh.axes.items()}
+    right = "expected at least 1, or -1 for the devices that are left"
+    for key, degree in degrees.items():
+        yield key, degree < 1 and degree != -1, right
+    free = [key for key, degree in degrees.items() if degree == -1]
+    for key in free[1:]:
+        yield key, True, f"only one degree may be -1, and {free[0]} is"
+    cpus = c.mesh.cpu_devices
+    yield "mesh.cpu_devices", cpus is not None and cpus < 1, "expected at least 1, or null"
+    names = ["tensor", *c.mesh.axes]  # data and fsdp divide what the rules leave
+    for logical, axis in c.mesh.rules.items():
+        yield f"mesh.rules.{logical}", axis not in names, f"expected one of {', '.join(names)}"
+    sizes = {name: getattr(c.model, name) for name in ("heads", "kv_heads", "mlp", "vocabulary")}
+    for logical, axis in c.mesh.rules.items():
+        degree = (own | c.mesh.axes)[axis]
+        wrong = logical in sizes and degree > 0 and sizes[logical] % degree != 0
+        key = f"mesh.{axis}" if axis in own else f"mesh.axes.{axis}"
+        yield key, wrong, f"must divide model.{logical}, which is {sizes.get(logical)}"
+
+
+def _batch(c: Config) -> Rules:
+    b, groups = c.batch, c.batch.groups
+    yield "batch.groups", not _power_of_two(groups), "expected a power of two"
+    multiple = f"expected a multiple of batch.groups, which is {groups}"
+    yield "batch.global_size", b.global_size % groups != 0, multiple
+    for name in ("data", "fsdp"):
+        degree = getattr(c.mesh, name)
+        odd = degree != -1 and not _power_of_two(degree)
+        yield f"mesh.{name}", odd, f"expected a power of two, to divide batch.groups ({groups})"
+    shards = max(c.mesh.data, 1) * max(c.mesh.fsdp, 1)
+    few = f"expected at least mesh.data x mesh.fsdp, which is {shards}"
+    yield "batch.groups", shards > groups, few
+
+
+def _model(c: Config) -> Rules:
+    m = c.model
+    uneven = m.heads % m.kv_heads != 0
+    yield "model.kv_heads", uneven, f"must divide model.heads, which is {m.heads}"
+    yield "model.head_dim", m.head_dim % 2 != 0, "expected an even number, for rotary positions"
+
+
+def _job(c: Config) -> Rules:
+    j = c.job
+    names = ("coordinator", "process_id", "num_processes")
+    missing = [name for name in names if getattr(j, name) is None]
+    some = 0 < len(missing) < 3
+    for name in missing:
+        yield f"job.{name}", some, "job.coordinator, process_id and num_processes go together"
+    yield "job.detect", j.detect and not missing, "expected false when job.coordinator is given"
+    if missing:
+        return
+    address = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):(\d{1,5})", j.coordinator or "")
+    port = int(address[2]) if address else 0
+    yield "job.coordinator", not 0 < port < 65536, "expected host:port"
+    count = j.num_processes or 0
+    yield "job.num_processes", count < 1, "expected at least 1"
+    outside = not 0 <= (j.process_id or 0) < count
+    yield "job.process_id", outside, f"expected 0 to {count - 1}, below job.num_processes"
+
+
+def _data(c: Config) -> Rules:
+    d = c.data
+    both = d.corpus is not None and d.pipeline is not None
+    yield "data.pipeline", both, "expected null when data.corpus is given"
+    yield "data.corpus", d.corpus == "", "expected a directory, or null for Python's own library"
+    named = re.fullmatch(r"[\w.]+:[\w.]+", d.pipeline or "m:f")
+    yield "data.pipeline", d.pipeline == "" or not named, "expected module:function"
+    yield "data.skip", any(at < 0 for at in d.skip), "expected batch positions, from 0"
+    yield "data.skip", len(set(d.skip)) < len(d.skip), "expected each position once"
+
+
+def _power_of_two(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0

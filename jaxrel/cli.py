@@ -1,0 +1,211 @@
+"""The `jaxrel` command: one thin function a subcommand.
+
+Nothing here imports JAX, Grain or Orbax until the subcommand that needs it runs, so that
+`--help` and every refusal of a wrong configuration are instant.
+"""
+
+import dataclasses
+import difflib
+import json
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_type_hints
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+
+import jaxrel
+from jaxrel import config_file
+from jaxrel.config import Config, check, show
+from jaxrel.exit_codes import ExitCode, JaxrelError, UsageError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own) and return its exit code.
+
+    An error that is meant for people is one line on stderr; any other keeps its traceback.
+    """
+    try:
+        return _dispatch(sys.argv[1:] if argv is None else list(argv))
+    except JaxrelError as error:
+        print(f"jaxrel: {_one_line(str(error))}", file=sys.stderr)
+        return int(error.code)
+    except KeyboardInterrupt:
+        return 130  # what a shell reports for SIGINT
+    except SystemExit as done:  # --help and --version
+        return done.code if isinstance(done.code, int) else int(ExitCode.FAILED)
+    except Exception:
+        traceback.print_exc()
+        return int(ExitCode.FAILED)
+
+
+def train(args: Namespace, config: Config) -> int:
+    """Train in this process, unsupervised, until the run is finished or told to stop."""
+    from jaxrel.train.run import train as run
+
+    return run(config)
+
+
+def data_build(args: Namespace) -> int:
+    """Turn files and folders of text into an ArrayRecord corpus."""
+    from jaxrel.data.corpus import build
+
+    made = build(args.sources, args.out, tokenizer=args.tokenizer, held_out=args.held_out)
+    for name, value in (made if isinstance(made, dict) else dataclasses.asdict(made)).items():
+        print(f"{name}: {value}")
+    return ExitCode.OK
+
+
+def checkpoint_list(args: Namespace) -> int:
+    """List the checkpoints of a run and say which of them can be restored."""
+    directory = checkpoint_dir(args.run)
+    from jaxrel.checkpoint.listing import list_checkpoints
+
+    document = list_checkpoints(directory)
+    if args.json:
+        print(json.dumps(document))
+        return ExitCode.OK
+    for entry in document["checkpoints"]:
+        trust = "trusted" if entry["trusted"] else ""
+        size = "" if entry["bytes"] is None else f"{entry['bytes']:,} bytes"
+        digest = entry["state_digest"] or "unknown"
+        print(
+            f"step {entry['step']:>8}  {entry['status']:<10}  {digest:<32}  {size}  {trust}".rstrip()
+        )
+    latest = document["latest_restorable"]
+    print("no restorable checkpoint" if latest is None else f"latest restorable: step {latest}")
+    return ExitCode.OK
+
+
+def read_config(parser: ArgumentParser, argv: list[str], path: str) -> Config:
+    """The file's values, overridden by the flags in `argv`, then by nothing else.
+
+    The launcher's environment fills in what both leave open. Raises UsageError.
+    """
+    from_file = dataclasses.asdict(config_file.load(path))
+    given = parser.parse_args(argv, namespace=Namespace(from_file)).as_dict()
+    config = config_file.from_dict({name: given[name] for name in from_file})
+    config = config_file.with_environment(config)
+    check(config)
+    return config
+
+
+def checkpoint_dir(run: str) -> str:
+    """The checkpoints of a run directory, or `run` itself when it is no run directory."""
+    recorded = Path(run, "config.yaml")
+    if recorded.is_file():
+        config = config_file.load(recorded)
+        return config.checkpoint.dir or str(Path(run, "checkpoints"))
+    if "://" not in run and not Path(run).is_dir():
+        raise UsageError(f"RUN: got {run!r}: expected the directory of a run")
+    return run
+
+
+def _dispatch(argv: list[str]) -> int:
+    """Parse `argv` and call the subcommand that it names."""
+    parser, training = _parsers()
+    try:
+        args = parser.parse_args(argv)
+        if args.subcommand == "train":
+            return train(args.train, read_config(training, argv[1:], args.train.config))
+    except ArgumentError as error:
+        raise UsageError(_explain(_one_line(str(error)))) from None
+    group = args[args.subcommand]
+    commands = {"data build": data_build, "checkpoint list": checkpoint_list}
+    return commands[f"{args.subcommand} {group.subcommand}"](group[group.subcommand])
+
+
+def _parsers() -> tuple[ArgumentParser, ArgumentParser]:
+    """The parser of the whole command line, and the one of `train` alone."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    top = ArgumentParser(
+        prog="jaxrel",
+        description=jaxrel.__doc__,
+        version=jaxrel.__version__,
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    commands = top.add_subcommands(metavar="COMMAND")
+
+    training = ArgumentParser(
+        description=train.__doc__, usage="jaxrel train CONFIG [--section.key VALUE ...]"
+    )
+    training.add_argument("config", metavar="CONFIG", help="YAML file of the values below")
+    for name, section in get_type_hints(Config).items():
+        group = training.add_argument_group(section.__doc__.rstrip("."))
+        group.add_class_arguments(section, nested_key=name, as_group=False)
+    commands.add_subcommand("train", training, help=train.__doc__)
+
+    data = ArgumentParser(description="Make corpora.")
+    commands.add_subcommand("data", data, help="Make corpora: build.")
+    build = ArgumentParser(description=data_build.__doc__)
+    build.add_argument("sources", metavar="SOURCE", nargs="+", help="file or folder of text")
+    build.add_argument("--out", metavar="DIR", required=True, help="where the corpus goes")
+    build.add_argument("--tokenizer", metavar="T", default="bytes", help="bytes, or a name")
+    build.add_argument(
+        "--held-out", metavar="F", type=float, default=0.05, help="share of the files held out"
+    )
+    data.add_subcommands(metavar="COMMAND").add_subcommand("build", build, help=data_build.__doc__)
+
+    checkpoint = ArgumentParser(description="Look at checkpoints.")
+    commands.add_subcommand("checkpoint", checkpoint, help="Look at checkpoints: list.")
+    listing = ArgumentParser(description=checkpoint_list.__doc__)
+    listing.add_argument("run", metavar="RUN", help="directory of the run, or of its checkpoints")
+    listing.add_argument("--json", action="store_true", help="one JSON document")
+    checkpoint.add_subcommands(metavar="COMMAND").add_subcommand(
+        "list", listing, help=checkpoint_list.__doc__
+    )
+    return top, training
+
+
+def _explain(message: str) -> str:
+    """A parser's complaint as one line, `key: got VALUE: what would be right`."""
+    if found := re.match(r'Parser key "([\w.]+)": (.*)', message):
+        return _wrong_value(found[1], found[2])
+    if found := re.match(r"unrecognized arguments: (\S+?)(?:[= ](\S+).*)?$", message):
+        return _unknown_argument(found[1], found[2])
+    if found := re.match(
+        r"argument COMMAND: invalid choice: '(.*?)' \(choose from (.*)\)", message
+    ):
+        names = re.findall(r"[\w-]+", found[2])
+        close = difflib.get_close_matches(found[1], names, n=1)
+        advice = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(names)}"
+        return f"{found[1]}: unknown command; {advice}"
+    if found := re.match(r'expected "(.*?)\.?subcommand" to be one of {(.*)},', message):
+        return (
+            f"{found[1] or 'command'}: got nothing: expected one of {found[2].replace(',', ', ')}"
+        )
+    if found := re.match(r"argument --([\w.-]+): expected (.*)", message):
+        return f"{found[1]}: got nothing: expected {_expected(found[1], found[2])}"
+    if found := re.match(r"the following arguments are required: (?:\S+\.)?(\w+)", message):
+        return f"{found[1]}: got nothing: it is required; see --help"
+    return message
+
+
+def _wrong_value(key: str, complaint: str) -> str:
+    """The line for a value that is not of its type."""
+    value = complaint.rpartition("Got value: ")[2]
+    return f"{key}: got {show(value)}: expected {_expected(key, 'a number')}"
+
+
+def _expected(key: str, otherwise: str) -> str:
+    """What the value of a configuration key must be; `otherwise` for any other argument."""
+    known = key in config_file.keys()  # noqa: SIM118  not a dict
+    return config_file.describe_key(key) if known else otherwise
+
+
+def _unknown_argument(name: str, value: str | None) -> str:
+    """The line for a flag that does not exist, or an argument too many."""
+    if not name.startswith("--"):
+        return f"{name}: one argument too many; see --help"
+    got = "nothing" if value is None else show(value)
+    flags = ["--out", "--tokenizer", "--held-out", "--json"]
+    if close := difflib.get_close_matches(name, flags, n=1, cutoff=0.75):
+        return f"{name}: got {got}: unknown flag; did you mean {close[0]}?"
+    return f"{name[2:]}: got {got}: unknown key; {config_file.nearest(name[2:])}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
