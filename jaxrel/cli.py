@@ -53,8 +53,11 @@ def data_build(args: Namespace) -> int:
     from jaxrel.data.corpus import build
 
     made = build(args.sources, args.out, tokenizer=args.tokenizer, held_out=args.held_out)
-    for name, value in (made if isinstance(made, dict) else dataclasses.asdict(made)).items():
-        print(f"{name}: {value}")
+    print(f"{made.path}: {'made' if made.created else 'was there already, and is the same'}")
+    for name, split in made.corpus.splits.items():
+        print(f"{name}: {split.tokens:,} tokens from {split.files:,} files")
+    for reason, count in made.skipped.items():
+        print(f"left out: {count:,} {reason}")
     return ExitCode.OK
 
 
@@ -143,7 +146,7 @@ def _parsers() -> tuple[ArgumentParser, ArgumentParser]:
     build = ArgumentParser(description=data_build.__doc__)
     build.add_argument("sources", metavar="SOURCE", nargs="+", help="file or folder of text")
     build.add_argument("--out", metavar="DIR", required=True, help="where the corpus goes")
-    build.add_argument("--tokenizer", metavar="T", default="bytes", help="bytes, or a name")
+    build.add_argument("--tokenizer", metavar="T", default="bytes", help="bytes, or LIBRARY:NAME")
     build.add_argument(
         "--held-out", metavar="F", type=float, default=0.05, help="share of the files held out"
     )
