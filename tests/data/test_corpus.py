@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import write_texts
 
 from jaxrel.data import corpus as module
 from jaxrel.data.corpus import build, standard_library_corpus
 from jaxrel.data.store import SPLITS, TokenStream, read_corpus
 from jaxrel.data.text_files import find
 from jaxrel.exit_codes import DataRefusedError, FailedError, JaxrelError, UsageError
+from tests.data.conftest import write_texts
 
 
 def stream(folder: Path, split: str) -> bytes:
