@@ -74,9 +74,8 @@ def checkpoint_list(args: Namespace) -> int:
         trust = "trusted" if entry["trusted"] else ""
         size = "" if entry["bytes"] is None else f"{entry['bytes']:,} bytes"
         digest = entry["state_digest"] or "unknown"
-        print(
-            f"step {entry['step']:>8}  {entry['status']:<10}  {digest:<32}  {size}  {trust}".rstrip()
-        )
+        line = f"step {entry['step']:>8}  {entry['status']:<10}  {digest:<32}  {size}  {trust}"
+        print(line.rstrip())
     latest = document["latest_restorable"]
     print("no restorable checkpoint" if latest is None else f"latest restorable: step {latest}")
     return ExitCode.OK
@@ -114,7 +113,7 @@ def _dispatch(argv: list[str]) -> int:
         if args.subcommand == "train":
             return train(args.train, read_config(training, argv[1:], args.train.config))
     except ArgumentError as error:
-        raise UsageError(_explain(_one_line(str(error)))) from None
+        raise UsageError(_explain(_one_line(str(error)), argv)) from None
     group = args[args.subcommand]
     commands = {"data build": data_build, "checkpoint list": checkpoint_list}
     return commands[f"{args.subcommand} {group.subcommand}"](group[group.subcommand])
@@ -163,12 +162,13 @@ def _parsers() -> tuple[ArgumentParser, ArgumentParser]:
     return top, training
 
 
-def _explain(message: str) -> str:
+def _explain(message: str, argv: list[str]) -> str:
     """A parser's complaint as one line, `key: got VALUE: what would be right`."""
-    if found := re.match(r'Parser key "([\w.]+)": (.*)', message):
-        return _wrong_value(found[1], found[2])
+    if found := re.match(r'Parser key "([\w.]+)":', message):
+        key = found[1]
+        return f"{key}: got {show(_typed(key, argv))}: expected {_expected(key, 'a number')}"
     if found := re.match(r"unrecognized arguments: (\S+?)(?:[= ](\S+).*)?$", message):
-        return _unknown_argument(found[1], found[2])
+        return _unknown_argument(found[1], found[2], argv[0])
     if found := re.match(
         r"argument COMMAND: invalid choice: '(.*?)' \(choose from (.*)\)", message
     ):
@@ -177,9 +177,8 @@ def _explain(message: str) -> str:
         advice = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(names)}"
         return f"{found[1]}: unknown command; {advice}"
     if found := re.match(r'expected "(.*?)\.?subcommand" to be one of {(.*)},', message):
-        return (
-            f"{found[1] or 'command'}: got nothing: expected one of {found[2].replace(',', ', ')}"
-        )
+        names = found[2].replace(",", ", ")
+        return f"{found[1] or 'command'}: got nothing: expected one of {names}"
     if found := re.match(r"argument --([\w.-]+): expected (.*)", message):
         return f"{found[1]}: got nothing: expected {_expected(found[1], found[2])}"
     if found := re.match(r"the following arguments are required: (?:\S+\.)?(\w+)", message):
@@ -187,10 +186,14 @@ def _explain(message: str) -> str:
     return message
 
 
-def _wrong_value(key: str, complaint: str) -> str:
-    """The line for a value that is not of its type."""
-    value = complaint.rpartition("Got value: ")[2]
-    return f"{key}: got {show(value)}: expected {_expected(key, 'a number')}"
+def _typed(key: str, argv: list[str]) -> str:
+    """What was typed for a key; the parser's own message shows what became of it."""
+    for flag, following in zip(reversed(argv), ["", *reversed(argv)], strict=False):
+        name, equals, value = flag.partition("=")
+        name = name.removeprefix("--").replace("-", "_")
+        if name == key or name.startswith(f"{key}."):
+            return value if equals else following
+    return ""
 
 
 def _expected(key: str, otherwise: str) -> str:
@@ -199,16 +202,22 @@ def _expected(key: str, otherwise: str) -> str:
     return config_file.describe_key(key) if known else otherwise
 
 
-def _unknown_argument(name: str, value: str | None) -> str:
+def _unknown_argument(name: str, value: str | None, command: str) -> str:
     """The line for a flag that does not exist, or an argument too many."""
     if not name.startswith("--"):
         return f"{name}: one argument too many; see --help"
     got = "nothing" if value is None else show(value)
-    flags = ["--out", "--tokenizer", "--held-out", "--json"]
-    if close := difflib.get_close_matches(name, flags, n=1, cutoff=0.75):
-        return f"{name}: got {got}: unknown flag; did you mean {close[0]}?"
-    return f"{name[2:]}: got {got}: unknown key; {config_file.nearest(name[2:])}"
+    if command == "train":
+        return f"{name[2:]}: got {got}: unknown key; {config_file.nearest(name[2:])}"
+    close = difflib.get_close_matches(name, ["--out", "--tokenizer", "--held-out", "--json"], n=1)
+    return (
+        f"{name}: got {got}: unknown flag; {f'did you mean {close[0]}?' if close else 'see --help'}"
+    )
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

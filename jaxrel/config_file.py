@@ -102,7 +102,7 @@ def to_yaml(config: Config) -> str:
     """The whole configuration, defaults included, as YAML."""
     plain = dataclasses.asdict(config)
     plain["data"]["skip"] = list(config.data.skip)
-    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False)
 
 
 def from_dict(document: Mapping[Any, Any]) -> Config:
