@@ -160,10 +160,10 @@ class GroupFeed:
                 f"{self._name}: group {group} ended after {self._position} batches, at step "
                 f"{self._step}: repeat the dataset, or set run.steps to {self._step}"
             ) from None
-        leaves = checked_leaves(batch, self._rows, self._name)
+        what = f"{self._name}, group {group} at step {self._step}"
+        leaves = checked_leaves(batch, self._rows, what)
         if (kinds := leaf_kinds(leaves)) != self.fingerprint["leaves"]:
             raise DataRefusedError(
-                f"{self._name}: group {group} at step {self._step} gave {kinds}, the first batch "
-                f"was {self.fingerprint['leaves']}"
+                f"{what}: gave {kinds}, the first batch was {self.fingerprint['leaves']}"
             )
         return leaves

@@ -70,7 +70,7 @@ def load(
         "kind": "pipeline",
         "pipeline": name,
         "source_hash": _source_hash(function),
-        "records": len(dataset) if isinstance(dataset, grain.MapDataset) else None,
+        "transforms": _transforms(dataset),
         "leaves": leaf_kinds(first),
         "first_batch": digest.hexdigest(),
     }
@@ -108,6 +108,17 @@ def _first_batch(dataset: Dataset, name: str, rows: int) -> dict[str, np.ndarray
                 f"data.pipeline {name}: reading its first batch failed: {_where(error)}"
             ) from error
         return checked_leaves(batch, rows, f"data.pipeline {name}")
+
+
+def _transforms(dataset: Dataset) -> list[str]:
+    """The kinds of dataset that this one is made of, and how many elements each has.
+
+    Options are left out: those of reading ahead may change, and others show in the batch.
+    """
+    name = type(dataset).__name__
+    if isinstance(dataset, grain.MapDataset):
+        name += f" {len(dataset)}"
+    return [step for parent in dataset.parents for step in _transforms(parent)] + [name]
 
 
 def _source_hash(function: Callable[..., Any]) -> str | None:

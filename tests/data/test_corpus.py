@@ -16,7 +16,6 @@ from jaxrel.data.corpus import build, standard_library_corpus
 from jaxrel.data.store import SPLITS, TokenStream, read_corpus
 from jaxrel.data.text_files import find
 from jaxrel.exit_codes import DataRefusedError, FailedError, JaxrelError, UsageError
-from tests.data.conftest import write_texts
 
 
 def stream(folder: Path, split: str) -> bytes:
@@ -29,7 +28,9 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.core
-def test_splits_hold_every_file_once_in_order_with_separators(tmp_path: Path) -> None:
+def test_splits_hold_every_file_once_in_order_with_separators(
+    tmp_path: Path, write_texts: Callable
+) -> None:
     texts = write_texts(tmp_path / "texts", files=24, words=300)
     info = build([tmp_path / "texts"], tmp_path / "corpus", held_out=0.3)
     in_order = [texts[name] for name in sorted(texts)]
@@ -59,7 +60,9 @@ def test_a_moved_folder_gives_the_same_bytes(texts: Path, corpus: Path, tmp_path
     assert content(again.path) == content(corpus)
 
 
-def test_a_file_keeps_its_side_when_others_come_and_equal_files_share_one(tmp_path: Path) -> None:
+def test_a_file_keeps_its_side_when_others_come_and_equal_files_share_one(
+    tmp_path: Path, write_texts: Callable
+) -> None:
     texts = write_texts(tmp_path / "texts", files=24, words=20)
     before = stream(build([tmp_path / "texts"], tmp_path / "one", held_out=0.3).path, "held_out")
     write_texts(tmp_path / "more", files=30, words=19)
@@ -72,7 +75,7 @@ def test_a_file_keeps_its_side_when_others_come_and_equal_files_share_one(tmp_pa
         assert side.count(text) == 2 and (held + train).count(text) == 2
 
 
-def test_few_files_still_leave_one_on_each_side(tmp_path: Path) -> None:
+def test_few_files_still_leave_one_on_each_side(tmp_path: Path, write_texts: Callable) -> None:
     write_texts(tmp_path / "texts", files=2, words=5)
     for held_out in (1e-9, 0.999):
         splits = build(
@@ -90,7 +93,7 @@ def test_without_held_out_one_file_is_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.core
-def test_what_is_not_text_is_skipped_and_counted(tmp_path: Path) -> None:
+def test_what_is_not_text_is_skipped_and_counted(tmp_path: Path, write_texts: Callable) -> None:
     folder = tmp_path / "texts"
     write_texts(folder, files=3, words=5)
     (folder / "binary").write_bytes(b"text\0text")
@@ -243,7 +246,9 @@ def test_a_file_that_changes_during_the_build_is_refused(tmp_path: Path) -> None
         files[0].read()
 
 
-def test_the_same_corpus_again_is_left_alone_even_inside_its_source(tmp_path: Path) -> None:
+def test_the_same_corpus_again_is_left_alone_even_inside_its_source(
+    tmp_path: Path, write_texts: Callable
+) -> None:
     write_texts(tmp_path, files=6, words=20)
     (tmp_path / "out").mkdir()  # empty: may be filled
     first = build([tmp_path], tmp_path / "out")
