@@ -25,9 +25,7 @@ import jax
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["value", "probe"], meta_fields=["collect"]
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["value", "probe"], meta_fields=["collect"])
 @dataclasses.dataclass(frozen=True)
 class Shard:
     """This device's part of a parameter, inside a step.
@@ -92,5 +90,12 @@ def remat_policy(name: str) -> Callable[..., Any]:
     raise ValueError(f"remat policy {name!r}: expected none, dots or full")
 
 
+# Operations that only recast or rearrange: as cheap to repeat as to read back, and the
+# result of one on a gathered parameter is that parameter still.
+_REARRANGING = frozenset(
+    "broadcast_in_dim convert_element_type reshape slice split squeeze transpose".split()
+)
+
+
 def _all_but_gathers(prim: Any, *_: Any, **__: Any) -> bool:
-    return not prim.name.startswith(("all_gather", "custom_vjp"))
+    return prim.name not in _REARRANGING and not prim.name.startswith(("all_gather", "custom_vjp"))
