@@ -1,0 +1,216 @@
+"""Loss and gradient of every group, reduced to this device's shard of their mean.
+
+Runs inside `shard_map` over data and fsdp; other axes of the mesh are left to the
+compiler. Device (d, f) takes groups d*(k*F) + j*F + f for j = 0..k-1, so that fsdp is the
+bottom of the summation tree, a device's own groups the middle and data the top.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxrel.gather import Shard
+from jaxrel.mesh.layout import BATCH_SPEC, LeafLayout, Layout
+from jaxrel.train.reduction import Reduction, opaque_zero, pairwise_sum, sum_over_groups
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["loss", "grad_norm", "group_loss", "group_grad_norm", "metrics"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class BackwardReport:
+    """Losses and norms of a step; fields as in `StepRecord`."""
+
+    loss: jax.Array
+    grad_norm: jax.Array
+    group_loss: jax.Array
+    group_grad_norm: jax.Array
+    metrics: Any
+
+
+def make_backward(
+    loss_fn: Callable[..., Any],
+    hooked: Mapping[str, bool],
+    layout: Layout,
+    leaves: Any,
+    how: Reduction,
+) -> Callable[..., tuple[Any, BackwardReport]]:
+    """(params, batch, step, rng) -> (mean gradient in the parameters' shardings, report)."""
+    over_data = jax.tree.map(lambda leaf: partial(_all_gather, "data", layout.data, leaf), leaves)
+    collectors = jax.tree.map(lambda leaf: _collector(layout, leaf, how), leaves)
+    specs = jax.tree.map(lambda leaf: leaf.manual, leaves)
+    loops = how.loops(layout.local_groups)
+
+    def backward(params: Any, batch: Any, step: Any, key_data: Any, impl: str) -> Any:
+        rng = jax.random.fold_in(jax.random.wrap_key_data(key_data, impl=impl), step)
+        zero = opaque_zero(step)
+        params = jax.tree.map(lambda f, x: f(x), over_data, params)
+        probes = _probes(params, hooked, zero)
+
+        def one_group(x: Any) -> tuple[Any, Any]:
+            rows, j = x
+            key = jax.random.fold_in(rng, _group_id(layout, j))
+
+            def loss_of(params: Any, probes: Any) -> tuple[jax.Array, Any]:
+                return loss_fn(_prepare(params, probes, collectors, hooked), rows, key)
+
+            (loss, metrics), (grads, squares) = jax.value_and_grad(
+                loss_of, argnums=(0, 1), has_aux=True
+            )(params, probes)
+            square = sum(jnp.sum(s) for s in jax.tree.leaves(squares))
+            return how.fence(grads, zero), (loss, square, metrics)
+
+        rows, own = _local(batch, layout), jnp.arange(layout.local_groups, dtype=jnp.int32)
+        xs = jax.tree.map(lambda x: x.reshape(*loops, *x.shape[1:]), (rows, own))
+        if not loops:
+            xs = jax.tree.map(lambda x: x[0], (rows, own))
+        start = jax.tree.map(lambda x: jnp.full(x.shape, -0.0, jnp.float32), params)
+        grads, aux = sum_over_groups(one_group, xs, loops, start)
+        reduce = partial(_reduce, "data", layout.data, how)
+        grads = jax.tree.map(lambda leaf, g: reduce(leaf, g) / layout.groups, leaves, grads)
+        grads = how.fence(grads, zero)
+        return grads, _report(layout, leaves, grads, aux, how, zero)
+
+    def run(params: Any, batch: Any, step: Any, rng: jax.Array) -> Any:
+        impl = str(jax.random.key_impl(rng))
+        return jax.shard_map(
+            partial(backward, impl=impl),
+            mesh=layout.mesh,
+            in_specs=(specs, BATCH_SPEC, P(), P()),
+            out_specs=(specs, P()),
+            axis_names=layout.manual_axes,
+            check_vma=False,
+        )(params, batch, step, jax.random.key_data(rng))
+
+    return run
+
+
+def _group_id(layout: Layout, j: jax.Array) -> jax.Array:
+    d, f = lax.axis_index("data"), lax.axis_index("fsdp")
+    return d * (layout.local_groups * layout.fsdp) + j * layout.fsdp + f
+
+
+def _local(batch: Any, layout: Layout) -> Any:
+    """This device's groups, [local groups, rows, ...], of [1, local groups, 1, rows, ...]."""
+    return jax.tree.map(lambda x: x.reshape(layout.local_groups, *x.shape[3:]), batch)
+
+
+def _all_gather(name: str, size: int, leaf: LeafLayout, x: jax.Array) -> jax.Array:
+    if leaf.axis is None or size == 1:
+        return x
+    return lax.all_gather(x, name, axis=leaf.axis + x.ndim, tiled=True)
+
+
+def _reduce(name: str, size: int, how: Reduction, leaf: LeafLayout, g: jax.Array) -> jax.Array:
+    if leaf.axis is None:
+        return how.everywhere(g, name, size)
+    return how.scatter(g, name, size, leaf.axis)
+
+
+def _collector(layout: Layout, leaf: LeafLayout, how: Reduction) -> Callable[..., jax.Array]:
+    """The gather over fsdp whose backward pass is the reduction, and whose probe is the tap."""
+
+    @partial(jax.custom_vjp, nondiff_argnums=(2,))
+    def collect(value: jax.Array, probe: jax.Array, dtype: Any) -> jax.Array:
+        value = value if dtype is None else value.astype(dtype)
+        return _all_gather("fsdp", layout.fsdp, leaf, value)
+
+    def forward(value: jax.Array, probe: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        return collect(value, probe, dtype), probe
+
+    def backward(dtype: Any, probe: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+        zero = lax.bitcast_convert_type(probe, jnp.uint32)
+        g = how.fence(g.astype(jnp.float32), zero)
+        return _reduce("fsdp", layout.fsdp, how, leaf, g), jnp.sum(jnp.square(g))
+
+    collect.defvjp(forward, backward)
+    return collect
+
+
+def _probes(params: Any, hooked: Mapping[str, bool], zero: jax.Array) -> dict[str, jax.Array]:
+    """One tap for what is gathered at the top, and one for each part that the model gathers.
+
+    A probe is 0.0, and its bits are the opaque zero that the backward pass needs.
+    """
+    probe = lax.bitcast_convert_type(zero, jnp.float32)
+    probes = {"": probe}
+    for name, stacked in hooked.items():
+        layers = jax.tree.leaves(params[name])[0].shape[:1] if stacked else ()
+        probes[name] = jnp.broadcast_to(probe, layers)
+    return probes
+
+
+def _prepare(params: Any, probes: Any, collectors: Any, hooked: Mapping[str, bool]) -> Any:
+    """The parameters as the loss function sees them: `Shard`s where it gathers, else whole."""
+
+    def one(path: Any, collect: Any, value: jax.Array) -> Any:
+        name = jax.tree_util.keystr(path[:1], simple=True)
+        if name in hooked:
+            return Shard(value, probes[name], collect)
+        return collect(value, probes[""], None)
+
+    return jax.tree_util.tree_map_with_path(one, collectors, params)
+
+
+def _report(
+    layout: Layout, leaves: Any, grads: Any, aux: Any, how: Reduction, zero: jax.Array
+) -> BackwardReport:
+    """Every group's scalars in group order, their means, and the global norm."""
+    k = layout.local_groups
+    scalars, tree = jax.tree.flatten(aux)
+    table = jnp.stack([x.astype(jnp.float32).reshape(k) for x in scalars], axis=-1)
+    table = lax.all_gather(lax.all_gather(table, "fsdp", axis=1), "data")  # [D, k, F, scalars]
+    table = table.reshape(layout.groups, -1)
+    group_loss, square, _ = jax.tree.unflatten(tree, list(table.T))
+    loss, _, metrics = jax.tree.unflatten(tree, list(pairwise_sum(table) / layout.groups))
+    norm = jnp.sqrt(_global_square(layout, leaves, grads, how, zero))
+    return BackwardReport(loss, norm, group_loss, jnp.sqrt(square), metrics)
+
+
+def _global_square(
+    layout: Layout, leaves: Any, grads: Any, how: Reduction, zero: jax.Array
+) -> jax.Array:
+    """Squared norm of the gradient, summed in blocks whose shapes no mesh changes."""
+    pairs = list(zip(jax.tree.leaves(leaves, is_leaf=_is_layout), jax.tree.leaves(grads), strict=True))
+    sums = [_block_squares(leaf, g, layout.shards, how, zero) for leaf, g in pairs]
+    own = [s for (leaf, _), s in zip(pairs, sums, strict=True) if leaf.axis is not None]
+    whole = [pairwise_sum(s) for (leaf, _), s in zip(pairs, sums, strict=True) if leaf.axis is None]
+    if own:
+        # A device's place on a sharded axis is f*D + d: gather over data first, then fsdp.
+        table = lax.all_gather(lax.all_gather(jnp.concatenate(own), "data"), "fsdp")
+        table = table.reshape(layout.shards, -1)
+        ends = list(accumulate(len(s) for s in own))
+        parts = jnp.split(table, ends[:-1], axis=1)
+        whole += [pairwise_sum(part.reshape(-1)) for part in parts]
+    return pairwise_sum(jnp.stack(whole))
+
+
+def _block_squares(
+    leaf: LeafLayout, g: jax.Array, shards: int, how: Reduction, zero: jax.Array
+) -> jax.Array:
+    """Sum of squares of each block of this device's part, [blocks here]."""
+    if leaf.block_axis is None:
+        return jnp.sum(jnp.square(g)).reshape(1)
+    here = leaf.blocks if leaf.axis is None else leaf.blocks // shards
+    axis = leaf.block_axis + g.ndim
+    size = g.shape[axis] // here
+
+    def one(i: jax.Array) -> jax.Array:  # a loop over equal shapes: one kernel, on every mesh
+        return jnp.sum(jnp.square(lax.dynamic_slice_in_dim(g, i * size, size, axis)))
+
+    if here == 1:  # a loop of one would be unrolled
+        return how.isolate(lambda g: jnp.sum(jnp.square(g)), zero, g).reshape(1)
+    return lax.map(one, jnp.arange(here))
+
+
+def _is_layout(x: Any) -> bool:
+    return isinstance(x, LeafLayout)
