@@ -83,7 +83,7 @@ def from_yaml(text: str, source: str = "configuration") -> Config:
 def parse(text: str, source: str) -> dict[str, Any]:
     """The mapping that a YAML text holds. Raises UsageError, naming `source` and the line."""
     try:
-        document = yaml.load(text, _Loader)  # a safe loader
+        document = yaml.load(text, _Loader)  # noqa: S506  it is a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise UsageError(f"{source}: {line}{error.problem or error.context}") from None

@@ -71,7 +71,9 @@ def leaf_words_numpy(x: Any) -> np.ndarray:
         x = np.stack([x.real, x.imag], axis=-1)
     x = np.ascontiguousarray(x)
     unsigned = np.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")
-    words = x.view(unsigned).astype(np.uint32).reshape(-1, x.shape[-1] * max(1, x.dtype.itemsize // 4))
+    words = (
+        x.view(unsigned).astype(np.uint32).reshape(-1, x.shape[-1] * max(1, x.dtype.itemsize // 4))
+    )
     column = np.arange(words.shape[1], dtype=np.uint32)[None, :]
     row = np.arange(words.shape[0], dtype=np.uint64).astype(np.uint32)[:, None]
     lanes = []

@@ -38,8 +38,9 @@ def provenance(
 ) -> dict[str, Any]:
     """What this start of a run is made of, as JSON types.
 
-    `command` is the command line. `devices` are the job's JAX devices, counted by their
-    `device_kind` and `process_index`. `degrees` are the mesh's axes as resolved, by default as configured.
+    `command` is the command line. `devices` are the job's JAX devices: their `device_kind`s
+    and processes are counted. `degrees` are the mesh's axes as resolved (default: as
+    configured).
     The code is that of the working directory, when it is under git.
     """
     devices = list(devices)
