@@ -19,11 +19,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import jaxrel
 from jaxrel.config import Config, show
 from jaxrel.config_file import parse, to_yaml
 from jaxrel.exit_codes import DataRefusedError, UsageError
 
-PACKAGES = ("jaxrel", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 _HEADER = "# Written by jaxrel at every start of this run: the configuration in full.\n"
 _MAX_PATCH = 1 << 20  # characters; a larger patch is cut, and says so
@@ -52,7 +53,7 @@ def provenance(
         "directory": os.getcwd(),
         "command": shlex.join(command),
         "code": _code(Path.cwd()),
-        "packages": {"python": platform.python_version()} | {p: _version(p) for p in PACKAGES},
+        "packages": _packages(),
         "device_kinds": dict(Counter(str(device.device_kind) for device in devices)),
         "degrees": dict(degrees) if degrees is not None else wanted | config.mesh.axes,
         "processes": len({device.process_index for device in devices}),
@@ -150,11 +151,15 @@ def _earlier(path: Path, record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [last, *attempts]
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def _packages() -> dict[str, str | None]:
+    """Versions by name; None for a package that is not installed."""
+    found: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return {"python": platform.python_version(), "jaxrel": jaxrel.__version__} | found
 
 
 def _code(directory: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import jaxrel
 from jaxrel import provenance as module
 from jaxrel.config import Config
 from jaxrel.config_file import from_dict, load
@@ -49,7 +50,8 @@ def test_what_a_start_is_made_of() -> None:
     assert record["global_batch"] == 64
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", record["time"])
     assert record["host"]
-    assert set(record["packages"]) == {"python", *module.PACKAGES}
+    assert set(record["packages"]) == {"python", "jaxrel", *module.PACKAGES}
+    assert record["packages"]["jaxrel"] == jaxrel.__version__
     assert re.match(r"\d+\.", record["packages"]["jax"])
     assert from_dict(json.loads(json.dumps(record))["config"]) == config
     resolved = provenance(config, degrees={"data": 8, "fsdp": 1})
