@@ -338,8 +338,8 @@ def _some(names: list[str]) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """The first line of the error that started a chain."""
+    """One line on the error that started a chain; storage puts the reason at the end."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    return text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}"

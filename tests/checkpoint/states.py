@@ -65,16 +65,25 @@ def shardings(tree: Any, on: Mesh) -> Any:
 def make(step: int, on: Mesh, width: int = 16) -> Any:
     """The state of `step` on the devices of a mesh, of one process or of several."""
     host = host_state(step, width)
+    return jax.tree.map(_put, host, shardings(host, on))
 
-    def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            impl = str(jax.random.key_impl(leaf))
-            data = put(np.asarray(jax.random.key_data(leaf)), sharding)
-            return jax.random.wrap_key_data(data, impl=impl)
-        value = np.asarray(leaf)
-        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
-    return jax.tree.map(put, host, shardings(host, on))
+def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        impl = str(jax.random.key_impl(leaf))
+        data = _put(np.asarray(jax.random.key_data(leaf)), sharding)
+        return jax.random.wrap_key_data(data, impl=impl)
+    value = np.asarray(leaf)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def plain(step: int, on: Mesh) -> dict[str, jax.Array]:
+    """A state of a few megabytes and few leaves, quick to make and slow to write."""
+    rng = np.random.default_rng(step)
+    split, whole = NamedSharding(on, PartitionSpec("data")), NamedSharding(on, PartitionSpec())
+    leaves = {f"w{i}": rng.standard_normal((64, 4096), dtype=np.float32) for i in range(6)}
+    placed = {name: _put(leaf, split) for name, leaf in leaves.items()}
+    return placed | {"step": _put(np.int32(step), whole)}
 
 
 def abstract(on: Mesh, width: int = 16) -> Any:

@@ -1,0 +1,163 @@
+"""Processes that the tests start: `python -m tests.checkpoint.worker MODE ARGUMENTS`."""
+
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrel.checkpoint import Checkpointer, host_random
+from jaxrel.exit_codes import JaxrelError
+from tests.checkpoint import states
+
+WIDTH = 512
+
+
+def say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def resume(directory: str) -> None:
+    """Save every step after the newest, for ever; say which are on their way and complete."""
+    jax.config.update("jax_num_cpu_devices", 4)
+    mesh = states.mesh(2, 2)
+    with Checkpointer(directory, keep=2) as checkpointer:
+        newest = checkpointer.latest() or 0
+        for step in range(newest + 1, 10**6):
+            checkpointer.save(step, states.plain(step, mesh))
+            say(saving=step, complete=checkpointer.latest() or 0)
+
+
+def killed(directory: str, trials: str, seed: str) -> None:
+    """Fork that many children that run `resume`; kill each at a random moment of its saves.
+
+    A fork of a process that has imported JAX, but not started it, spares the imports.
+    """
+    rng = random.Random(int(seed))
+    for _ in range(int(trials)):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.dup2(writer, 1)
+            try:
+                resume(directory)
+            finally:
+                os._exit(1)
+        os.close(writer)
+        with os.fdopen(reader) as lines:
+            complete = json.loads(lines.readline())["complete"]  # compiled: in its first save
+            time.sleep(rng.uniform(0, 0.4))
+            os.kill(child, signal.SIGKILL)
+            for line in lines:
+                complete = json.loads(line)["complete"]
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGKILL, status
+        say(complete=complete)
+        sys.stdin.readline()  # until the test has looked at what was left
+
+
+def limited(directory: str) -> None:
+    """A save that cannot be written: files may not grow beyond a size."""
+    state = {"x": jnp.ones(100_000)}
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+        checkpointer.save(2, state)
+        try:
+            for _ in range(1000):
+                checkpointer.check()
+                time.sleep(0.01)
+        except JaxrelError as error:
+            say(check=str(error), code=error.code, latest=checkpointer.latest())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        checkpointer.save(2, state)
+        checkpointer.wait()
+        say(latest=checkpointer.latest())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+        checkpointer.save(3, state)  # the last save of the run fails
+
+
+def interrupted(directory: str) -> None:
+    """Ctrl-C while a save is in flight."""
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, {"x": jnp.ones(1_000_000)})
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+
+def rank(index: str, port: str, directory: str) -> None:
+    """One of two processes with four devices each."""
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(index))
+    root = Path(directory)
+    mesh, report = states.mesh(4, 2), {}
+    np.random.seed(int(index))
+    random.seed(int(index))
+    with jax.set_mesh(mesh), Checkpointer(root / "ours", keep=2) as checkpointer:
+        report["start"] = checkpointer.latest()
+        captured = host_random.capture()
+        for step in (1, 2, 3):
+            state = states.make(step, mesh, WIDTH)
+            checkpointer.save(step, state, extra={"host_random": captured})
+            state = jax.jit(lambda x: x, donate_argnums=0)(state)
+            checkpointer.check()
+        checkpointer.wait()
+        report["latest"] = checkpointer.latest()
+        restored, manifest = checkpointer.restore(states.abstract(states.mesh(2, 4), WIDTH))
+        report["equal"] = local_bits(restored) == local_bits(
+            states.make(3, states.mesh(2, 4), WIDTH)
+        )
+        drawn = [np.random.random(), random.random()]
+        report["random"] = host_random.restore(manifest["extra"]["host_random"], seed=0, step=3)
+        report["random_equal"] = [np.random.random(), random.random()] == drawn
+        report["backwards"] = refusal(checkpointer.save, 2, state)
+        here = jax.device_put(np.ones(3), jax.local_devices()[0])
+        report["local"] = [refusal(checkpointer.save, 4, {"x": x}) for x in (here, np.ones(3))]
+        read = checkpointer._arrays.restore
+        if index == "1":
+            checkpointer._arrays.restore = fail  # type: ignore[method-assign]
+        report["one_fails"] = refusal(checkpointer.restore, states.abstract(mesh, WIDTH))
+        checkpointer._arrays.restore = read  # type: ignore[method-assign]
+        theirs = Checkpointer(root / "theirs")
+        restored, _ = theirs.restore(states.abstract(mesh, WIDTH))
+        report["theirs_equal"] = local_bits(restored) == local_bits(states.make(9, mesh, WIDTH))
+    say(**report)
+    jax.distributed.shutdown()
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise OSError(5, "Input/output error")
+
+
+def refusal(act: Any, *args: Any) -> str:
+    try:
+        act(*args)
+    except JaxrelError as error:
+        return f"{int(error.code)} {error}"
+    return "accepted"
+
+
+def local_bits(tree: Any) -> list[bytes]:
+    """The shards that this process holds."""
+    return [
+        np.asarray(shard.data).tobytes()
+        for leaf in jax.tree.leaves(tree)
+        for shard in (
+            jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        ).addressable_shards
+    ]
+
+
+if __name__ == "__main__":
+    modes = {f.__name__: f for f in (resume, killed, limited, interrupted, rank)}
+    modes[sys.argv[1]](*sys.argv[2:])
