@@ -273,7 +273,7 @@ def _mesh(c: Config) -> Rules:
     sizes = {name: getattr(c.model, name) for name in ("heads", "kv_heads", "mlp", "vocabulary")}
     for logical, axis in c.mesh.rules.items():
         degree = (own | c.mesh.axes)[axis]
-        wrong = logical in sizes and degree > 0 and sizes[logical] % degree != 0
+        wrong = logical in sizes and sizes[logical] % degree != 0
         key = f"mesh.{axis}" if axis in own else f"mesh.axes.{axis}"
         yield key, wrong, f"must divide model.{logical}, which is {sizes.get(logical)}"
 

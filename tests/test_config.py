@@ -173,6 +173,7 @@ TRIPLE = {"coordinator": "h:1", "process_id": 0, "num_processes": 2}
     [
         ({"run": {"steps": 0}}, "run.steps: got 0: expected at least 1"),
         ({"run": {"seed": -1}}, "run.seed: got -1: expected a whole number in [0, 2**32)"),
+        ({"run": {"seed": 2**32}}, "run.seed: got 4294967296: expected a whole number in [0, 2**"),
         ({"run": {"dir": " "}}, "run.dir: got ' ': expected the path of a directory"),
         ({"run": {"print_every": 0}}, "run.print_every: got 0: expected at least 1"),
         ({"batch": {"global_size": 0}}, "batch.global_size: got 0: expected at least 1"),
