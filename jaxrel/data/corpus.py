@@ -91,13 +91,6 @@ def standard_library_corpus(cache_dir: str | Path | None = None) -> Path:
     out = Path(os.path.realpath(cache)) / name
     if is_corpus(out):
         return out
-    library = Path(sysconfig.get_path("stdlib"))
-    files, _ = find([library], keep=_in_standard_library) if library.is_dir() else ([], {})
-    if not files:
-        raise DataRefusedError(
-            f"this Python has no library source in {library}: build a corpus with "
-            "`jaxrel data build` and set data.corpus"
-        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -105,6 +98,13 @@ def standard_library_corpus(cache_dir: str | Path | None = None) -> Path:
             f"cannot write the cache {out.parent} ({error.strerror}): set XDG_CACHE_HOME, or "
             "data.corpus"
         ) from error
+    library = Path(sysconfig.get_path("stdlib"))
+    files, _ = find([library], keep=_in_standard_library) if library.is_dir() else ([], {})
+    if not files:
+        raise DataRefusedError(
+            f"this Python has no library source in {library}: build a corpus with "
+            "`jaxrel data build` and set data.corpus"
+        )
     # Another process may be building the same; whoever renames first wins, both are equal.
     _write_beside(out, _split_by_content(files, 0.05), tokenizers.load("bytes"))
     return out

@@ -150,6 +150,7 @@ class TokenStream:
 
     def __init__(self, folder: Path, split: str) -> None:
         """Raises DataRefusedError when the files are not what corpus.json says."""
+        self.folder = folder
         self.corpus = read_corpus(folder)
         self.split = self.corpus.splits[split]
         self._path = folder / f"{split}.array_record"

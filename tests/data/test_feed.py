@@ -99,16 +99,20 @@ def test_processes_together_draw_the_global_batch(corpus: Path, owned: list) -> 
         np.testing.assert_array_equal(draw(feed_of(corpus, groups), 11, 4), whole[:, list(groups)])
 
 
-def test_each_process_reads_only_its_rows(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_reads_only_its_rows(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(corpus, tmp_path / "mine")  # other feeds may still be reading ahead
     starts = []
     read = TokenStream.read
 
     def recorded(self: TokenStream, start: int, count: int) -> np.ndarray:
-        starts.append(start)
+        if self.folder == tmp_path / "mine":
+            starts.append(start)
         return read(self, start, count)
 
     monkeypatch.setattr(TokenStream, "read", recorded)
-    feed = feed_of(corpus, [2, 5], threads=0)
+    feed = feed_of(tmp_path / "mine", [2, 5], threads=0)
     draw(feed, 4, 1)
     known = {key: feed.fingerprint[key] for key in ("seed", "windows", "batch")}
     ids = window_ids(4, **known).reshape(8, 3)[[2, 5]]

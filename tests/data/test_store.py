@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrel.data.store import TokenStream, read_corpus, token_dtype
+from jaxrel.data.corpus import build
+from jaxrel.data.store import CHUNK, TokenStream, read_corpus, token_dtype
 from jaxrel.exit_codes import DataRefusedError
 
 
@@ -19,6 +20,14 @@ def test_any_run_of_tokens_is_a_slice_of_the_stream(corpus: Path) -> None:
         (total - 3, 3),
     ]:
         np.testing.assert_array_equal(tokens.read(start, count), whole[start : start + count])
+
+
+def test_a_stream_may_end_where_a_record_does(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x" * (2 * CHUNK - 1))
+    info = build([tmp_path / "a"], tmp_path / "corpus", held_out=0)
+    assert info.corpus.splits["train"].records == 2
+    last = TokenStream(info.path, "train").read(CHUNK, CHUNK)
+    assert bytes(last.astype("u1")) == b"x" * (CHUNK - 1) + b"\0"
 
 
 @pytest.mark.parametrize(

@@ -125,17 +125,13 @@ def saved_after(name: str, steps: int, owned: Sequence[Sequence[int]], **data: A
     "steps", [0, 3, pytest.param(8, marks=pytest.mark.core), 10, 13]
 )
 def test_another_process_count_continues_exactly(name: str, steps: int, write: Callable) -> None:
-    whole = run(name, steps + 8)
-    for before, after in [
-        ([ALL], [[0, 1], [3, 2]]),
-        ([[0, 3], [1, 2]], [ALL]),
-        ([[0, 1], [2, 3]], [[0], [1], [2], [3]]),
-    ]:
+    whole = run(name, steps + 5)
+    for before, after in [([ALL], [[0, 1], [3, 2]]), ([[0], [3], [1], [2]], [ALL])]:
         state = saved_after(name, steps, before)
         for groups in after:
             feed = feed_of(name, groups, threads=0)
             feed.start(steps, state)
-            np.testing.assert_array_equal(draw(feed, 8), whole[steps:, list(groups)])
+            np.testing.assert_array_equal(draw(feed, 5), whole[steps:, list(groups)])
             feed.close()
 
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrel.config import BatchConfig, DataConfig
@@ -16,12 +16,12 @@ def test_position_is_the_step_th_that_is_not_skipped(skip: list[int], step: int)
 
 
 @pytest.mark.core
-@settings(max_examples=15, deadline=None)
-@given(st.integers(1, 90), st.integers(0, 2**40), st.data())
-def test_an_epoch_is_each_window_once(windows: int, seed: int, data: st.DataObject) -> None:
-    batch = data.draw(st.integers(1, windows))
+@pytest.mark.parametrize(
+    ("windows", "batch"), [(1, 1), (2, 2), (7, 3), (30, 29), (65, 65), (64, 10), (1000, 37)]
+)
+def test_an_epoch_is_each_window_once(windows: int, batch: int) -> None:
     steps = -(-3 * windows // batch)
-    ids = [window_ids(t, seed=seed, windows=windows, batch=batch) for t in range(steps)]
+    ids = [window_ids(t, seed=2**40, windows=windows, batch=batch) for t in range(steps)]
     assert all(i.shape == (batch,) and i.dtype.kind == "i" for i in ids)
     order = np.concatenate(ids)[: 3 * windows].reshape(3, windows)
     for epoch in order:  # though batches do not end where epochs do
