@@ -1,0 +1,47 @@
+"""Devices and processes: what must be set before JAX is first used."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+
+from jaxrel.config import JobConfig
+from jaxrel.exit_codes import FailedError
+from jaxrel.mesh.rendezvous import meet
+
+
+def use_cpu_devices(count: int) -> None:
+    """Simulate `count` CPU devices in this process; before the first use of JAX's devices."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+@contextmanager
+def joined(job: JobConfig, *, heartbeat_timeout_s: int = 100) -> Iterator[None]:
+    """Be a process of the job while the block runs; nothing to do for a job of one process.
+
+    A normal end waits for the others. On an exception this process leaves without waiting:
+    a dead peer never comes to that barrier. Raises FailedError naming missing processes.
+    """
+    if job.coordinator is None and not job.detect:
+        yield
+        return
+    # Gloo carries collectives between CPU processes; other backends do not read this.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    token = os.environ.get("JAXREL_TOKEN", "")
+    if job.coordinator is not None:
+        assert job.process_id is not None and job.num_processes is not None  # config.check
+        meet(job.coordinator, job.process_id, job.num_processes, job.join_deadline_s, token)
+    try:
+        jax.distributed.initialize(
+            job.coordinator,
+            job.num_processes,
+            job.process_id,
+            initialization_timeout=max(1, int(job.join_deadline_s)),
+            heartbeat_timeout_seconds=heartbeat_timeout_s,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise FailedError(f"job: could not be joined: {' '.join(str(error).split())}") from error
+    yield
+    jax.distributed.shutdown()

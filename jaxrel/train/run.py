@@ -1,0 +1,160 @@
+"""`jaxrel train`: a configuration becomes a run.
+
+Everything that can be refused is refused before anything is compiled or written.
+"""
+
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+
+from jaxrel.checkpoint import Checkpointer
+from jaxrel.config import BatchConfig, Config, OptimizerConfig, check
+from jaxrel.data.pipeline import Feed, open_feed
+from jaxrel.exit_codes import ExitCode, UsageError
+from jaxrel.mesh.build import build_mesh, degrees
+from jaxrel.mesh.join import joined, use_cpu_devices
+from jaxrel.mesh.layout import Layout
+from jaxrel.models import transformer
+from jaxrel.provenance import check_run, provenance, write_run_files
+from jaxrel.train.loop import Trainer
+from jaxrel.train.progress import ProgressLine
+from jaxrel.train.step import TrainStep, make_train_step
+
+
+def train(config: Config) -> int:
+    """Train as configured, from the newest checkpoint if there is one; returns an exit code.
+
+    Raises JaxrelError with the code of its kind.
+    """
+    check_run(config.run.dir, config)
+    if config.mesh.cpu_devices is not None:
+        use_cpu_devices(config.mesh.cpu_devices)
+    try:
+        with joined(config.job):
+            _train(config)
+    except BaseException as error:
+        if jax.distributed.is_initialized():
+            _leave(error)
+        raise
+    return ExitCode.OK
+
+
+def _train(config: Config) -> None:
+    mesh = build_mesh(degrees(config.mesh))
+    resolved = {name: size for name, size in mesh.shape.items()}
+    known = {name: resolved[name] for name in ("data", "fsdp", "tensor")}
+    check(replace(config, mesh=replace(config.mesh, **known)))
+    layout = Layout(mesh, config.batch.groups, config.mesh.rules)
+    feed = open_feed(
+        config.data, config.batch, seed=config.run.seed, groups=layout.process_groups()
+    )
+    try:
+        _check_vocabulary(config, feed)
+        step = make_step(config, mesh)
+        checkpointer = Checkpointer(
+            config.checkpoint_dir(),
+            keep=config.checkpoint.keep,
+            deadline_s=config.checkpoint.deadline_s,
+        )
+        if jax.process_index() == 0:
+            record = provenance(config, sys.argv, jax.devices(), resolved)
+            write_run_files(config.run.dir, config, record)
+        trainer = make_trainer(config, step, feed, checkpointer)
+        latest = checkpointer.latest()
+        if latest is not None and latest >= config.run.steps:
+            trainer.progress.note(f"already complete: step {latest} of {config.run.steps}")
+            return
+        digest = trainer.run()
+        trainer.progress.note(f"finished: step {config.run.steps}, state digest {digest}")
+    finally:
+        feed.close()
+
+
+def make_step(config: Config, mesh: Any) -> TrainStep:
+    """The step of the reference transformer."""
+    return make_train_step(
+        transformer.init_fn(config.model),
+        transformer.loss_fn(config.model),
+        make_optimizer(config.optimizer, config.run.steps),
+        mesh,
+        groups=config.batch.groups,
+        reduction=config.batch.reduction,
+        clip_norm=config.optimizer.clip_norm,
+        axes=transformer.logical_axes(config.model),
+        rules=config.mesh.rules,
+    )
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """AdamW with linear warm-up and cosine decay; weight decay on matrices only."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=max(steps, config.warmup_steps + 1),
+        end_value=config.learning_rate * config.final_fraction,
+    )
+    return optax.adamw(
+        schedule,
+        b1=config.b1,
+        b2=config.b2,
+        weight_decay=config.weight_decay,
+        mask=partial(jax.tree_util.tree_map_with_path, _is_matrix),
+    )
+
+
+def make_trainer(
+    config: Config, step: TrainStep, feed: Feed, checkpointer: Checkpointer
+) -> Trainer:
+    """The loop over these parts; only process 0 shows progress."""
+    quiet = jax.process_index() != 0
+    total, batch = config.run.steps, config.batch
+    progress = ProgressLine(total, batch.global_size * batch.sequence, config.run.print_every)
+    progress.console.quiet = quiet
+    facts = {"seed": config.run.seed, **_batch_facts(batch)}
+    return Trainer(
+        step, feed, checkpointer, progress, total, config.checkpoint.interval, config.run.seed, facts
+    )  # fmt: skip
+
+
+def _batch_facts(batch: BatchConfig) -> dict[str, Any]:
+    return {
+        "groups": batch.groups,
+        "reduction": batch.reduction,
+        "global_batch": batch.global_size,
+        "sequence": batch.sequence,
+    }
+
+
+def _is_matrix(path: Any, leaf: Any) -> bool:
+    """Whether weight decay applies: not to norm scales, whose last key is `scale`."""
+    return jax.tree_util.keystr(path[-1:], simple=True) != "scale"
+
+
+def _check_vocabulary(config: Config, feed: Feed) -> None:
+    tokens = feed.fingerprint.get("vocabulary")
+    if isinstance(tokens, int) and tokens > config.model.vocabulary:
+        raise UsageError(
+            f"model.vocabulary: got {config.model.vocabulary}: the corpus has {tokens} token ids"
+        )
+
+
+def _leave(error: BaseException) -> None:
+    """Leave a job of several processes without waiting for peers that may be dead."""
+    code = getattr(error, "code", ExitCode.FAILED)
+    if isinstance(error, KeyboardInterrupt):
+        code = 130
+    if code == ExitCode.PREEMPTED:
+        return  # all processes stop at the same step: a normal end
+    if hasattr(error, "code"):
+        print(f"jaxrel: {' '.join(str(error).split())}", file=sys.stderr)
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(code))
