@@ -22,6 +22,8 @@ CONFIG = ModelConfig(
     layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, mlp=48, vocabulary=64, dropout=0.1
 )
 KEY = jax.random.key(3)
+# The compiler's optimizations would be most of the time of these tests.
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 TOKENS = np.random.default_rng(0).integers(0, 64, (5, 8), np.int32)  # sizes that no weight has
 
 
@@ -89,9 +91,9 @@ def test_no_gathered_layer_is_kept(remat: Any, dtype: Any) -> None:
 
 @pytest.mark.core
 def test_shards_give_the_loss_and_gradients_of_whole_parameters() -> None:
-    params = jax.jit(transformer.init_fn(CONFIG))(KEY)
-    loss, (grads, squares) = jax.jit(sharded_step(CONFIG, params))(params, TOKENS)
-    whole_loss, whole_grads = jax.jit(
+    params = jit(transformer.init_fn(CONFIG))(KEY)
+    loss, (grads, squares) = jit(sharded_step(CONFIG, params))(params, TOKENS)
+    whole_loss, whole_grads = jit(
         jax.value_and_grad(
             lambda p: transformer.loss_fn(CONFIG)(p, {"tokens": jnp.asarray(TOKENS)}, KEY)[0]
         )

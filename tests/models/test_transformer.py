@@ -1,7 +1,7 @@
 """The reference transformer against its definition, written once more in NumPy."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -21,6 +21,8 @@ TINY = ModelConfig(
 )
 NOISY = replace(TINY, dropout=0.25)
 KEY = jax.random.key(7)
+# The compiler's optimizations would be most of the time of these tests.
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @cache
@@ -28,7 +30,7 @@ def _parameters() -> Any:
     axes = transformer.logical_axes(TINY)
     return jax.tree.map(
         lambda x, names: x + 0.1 * jnp.cos(jnp.arange(x.size).reshape(x.shape)) * _is_scale(names),
-        jax.jit(transformer.init_fn(TINY))(jax.random.key(0)),
+        jit(transformer.init_fn(TINY))(jax.random.key(0)),
         axes,
     )
 
@@ -49,12 +51,12 @@ def batch(config: ModelConfig = TINY, rows: int = 2, length: int = 12) -> dict[s
 
 @cache
 def _step(config: ModelConfig) -> Any:
-    return jax.jit(jax.value_and_grad(transformer.loss_fn(config), has_aux=True))
+    return jit(jax.value_and_grad(transformer.loss_fn(config), has_aux=True))
 
 
 @cache
 def _logits(config: ModelConfig) -> Any:
-    return jax.jit(transformer.logits_fn(config))
+    return jit(transformer.logits_fn(config))
 
 
 def loss_and_grads(config: ModelConfig, params: Any, key: jax.Array = KEY) -> tuple[Any, Any]:
@@ -123,7 +125,7 @@ def test_scan_equals_layers_one_by_one() -> None:
     params, tokens = parameters(), batch()["tokens"][:, :-1]
     rotary = transformer.rotary_angles(tokens.shape[1], NOISY.head_dim, NOISY.rope_theta)
 
-    @jax.jit
+    @jit
     def one_by_one(params: Any) -> jax.Array:
         ends = transformer.Ends(NOISY, nnx.Rngs(0))
         nnx.update(ends, {k: v for k, v in params.items() if k != "layers"})
