@@ -97,7 +97,8 @@ class Checkpointer:
         Args:
             step: Completed updates; above every step that the directory holds.
             state: Any pytree of arrays, typed random keys among them.
-            extra: What belongs to the state besides its arrays, as JSON.
+            extra: What belongs to the state besides its arrays, as JSON; of several processes,
+                process 0's is written.
 
         Raises:
             DataRefusedError: `step` is not newer than what is there, or its place is taken.
@@ -132,7 +133,8 @@ class Checkpointer:
     def check(self) -> None:
         """Raise FailedError, naming the step, if a background save failed or is overdue.
 
-        Costs nothing; call it every step. A failure is raised once.
+        Costs nothing; call it every step. A failure is raised once, on the process where it
+        happened; the others hear of it when they wait for that one, at the deadline.
         """
         flight = self._flight
         if flight is None:
@@ -168,8 +170,11 @@ class Checkpointer:
 
     def close(self) -> None:
         """Join the save in flight, as `wait`, and release Orbax's threads."""
-        self.wait()
-        self._orbax.close()
+        try:
+            self.wait()
+        finally:
+            if self._flight is None:
+                self._orbax.close()
 
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint on disk, read anew; None if there is none.
@@ -224,21 +229,21 @@ class Checkpointer:
         if jax.process_index() != 0:
             return
         refusal = f"step {step} cannot be saved"
-        newest = listing.newest(self.directory)
-        if newest is not None and step <= newest:
-            raise DataRefusedError(f"{refusal}: {self.directory} already holds step {newest}")
-        if self._path(step).exists():
-            raise DataRefusedError(
-                f"{refusal}: {self._path(step)} is in its place and is not a checkpoint of"
-                " jaxrel; move it away"
-            )
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            newest = listing.newest(self.directory)
+            if newest is not None and step <= newest:
+                raise DataRefusedError(f"{refusal}: {self.directory} already holds step {newest}")
+            if self._path(step).exists():
+                raise DataRefusedError(
+                    f"{refusal}: {self._path(step)} is in its place and is not a checkpoint of"
+                    " jaxrel; move it away"
+                )
+            for entry in listing.scan(self.directory):
+                if listing.TMP_SUFFIX in entry.path.name:
+                    _delete(entry.path)
         except OSError as error:
             raise FailedError(f"{refusal}: {error}") from error
-        for entry in listing.scan(self.directory):
-            if listing.TMP_SUFFIX in entry.path.name:
-                _delete(entry.path)
 
     def _land(self) -> None:
         """Wait for the commit, then for retention; runs in a daemon thread."""
@@ -253,11 +258,14 @@ class Checkpointer:
             self._retain()
 
     def _retain(self) -> None:
-        """Delete the oldest checkpoints beyond `keep`, each made incomplete first."""
-        good = [e for e in listing.scan(self.directory) if e.status == "committed"]
-        for entry in good[: -self.keep]:
-            doomed = entry.path.with_name(f"{entry.path.name}{listing.TMP_SUFFIX}-old")
-            _delete(entry.path, doomed)
+        """Delete the oldest checkpoints beyond `keep`, each made incomplete in one stroke first."""
+        try:
+            good = [e for e in listing.scan(self.directory) if e.status == "committed"]
+            for entry in good[: -self.keep]:
+                doomed = entry.path.with_name(f"{entry.path.name}{listing.TMP_SUFFIX}-old")
+                _delete(entry.path.rename(doomed))
+        except OSError as error:
+            log.warning("old checkpoints in %s stay: %s", self.directory, error)
 
     def _read_manifest(self, path: epath.Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -271,28 +279,28 @@ class Checkpointer:
     def _read_arrays(
         self, path: epath.Path, specs: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, jax.Array]:
+        specs = {name: spec for name, spec in specs.items() if spec.size}
         args = {
             name: ocp.ArrayRestoreArgs(sharding=spec.sharding, global_shape=spec.shape)
             for name, spec in specs.items()
-            if math.prod(spec.shape)
         }
         try:
-            return self._arrays.restore(
+            arrays = self._arrays.restore(
                 path / listing.STATE_ITEM, args=ocp.args.PyTreeRestore(restore_args=args)
             )
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise  # the devices, not the data
         except Exception as error:
             raise DataRefusedError(f"checkpoint {path} cannot be read: {_line(error)}") from error
+        if differing := manifest.differences(leaves.kinds(arrays), leaves.kinds(specs)):
+            raise DataRefusedError(f"checkpoint {path} is corrupt: {_some(differing)}")
+        return arrays
 
 
-def _delete(path: epath.Path, doomed: epath.Path | None = None) -> None:
-    """Remove a folder; first make it `doomed`, in one stroke, if that is given.
-
-    A failure is only logged: the checkpoints that count are safe.
-    """
+def _delete(path: epath.Path) -> None:
+    """Remove a folder; a failure is only logged, for the checkpoints that count are safe."""
     try:
-        (path.rename(doomed) if doomed else path).rmtree()
+        path.rmtree()
     except OSError as error:
         log.warning("%s could not be deleted: %s", path, error)
 
@@ -321,8 +329,6 @@ def _describe(step: int, state: Any, extra: Mapping[str, Any] | None) -> dict[st
 
 def _verify(path: epath.Path, state: Any, found: Mapping[str, Any]) -> None:
     """Raise DataRefusedError naming the leaves that are not what was saved; collective."""
-    if differing := manifest.differences(found["leaves"], leaves.kinds(state)):
-        raise DataRefusedError(f"checkpoint {path} is corrupt: {_some(differing)}")
     words = leaves.words(state)
     digests = leaf_digests(state, words)
     bad = [leaf for leaf, digest in digests.items() if digest != found["leaves"][leaf]["digest"]]
@@ -341,5 +347,6 @@ def _line(error: BaseException) -> str:
     """One line on the error that started a chain; storage puts the reason at the end."""
     while error.__cause__ is not None:
         error = error.__cause__
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    reason = " ".join(str(error).split()).split(" [tensorstore_spec=")[0]
+    text = f"{type(error).__name__}: {reason}".removesuffix(": ")
     return text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}"

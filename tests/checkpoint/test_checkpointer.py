@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -134,6 +135,18 @@ def test_numpy_leaves_and_python_numbers_are_copied(tmp_path: Path, storage: Cal
         restored, _ = checkpointer.restore(abstract)
     assert np.array_equal(restored["array"], np.arange(1000))
     assert (int(restored["count"]), float(restored["rate"]), bool(restored["on"])) == (5, 0.5, True)
+
+
+def test_leaves_that_are_tied_to_no_device_go_with_the_rest(tmp_path: Path) -> None:
+    """As a step counter beside sharded parameters."""
+    split = NamedSharding(states.mesh(4, 2), PartitionSpec("data"))
+    state = {"count": jnp.int32(3), "rng": jax.random.key(0), "w": jnp.ones(8, device=split)}
+    abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in state.items()}
+    abstract["w"] = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=split)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        restored, _ = checkpointer.restore(abstract)
+    assert states.bits(restored) == states.bits(state)
 
 
 def test_64_bit_leaves(tmp_path: Path) -> None:
@@ -345,14 +358,23 @@ def test_the_newest_are_kept_and_the_old_go_only_after_the_commit(
 def test_a_deletion_that_fails_does_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(self: Any, *_: Any, **__: Any) -> None:
+    kind: Any = type(listing.epath.Path("/"))
+    rename = kind.rename
+
+    def refuse(self: Any, *target: Any) -> Any:
+        if target and "-old" not in str(target[0]):
+            return rename(self, *target)  # the commit of a save
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(listing.epath.Path("/").__class__, "rmtree", refuse)
-    save(tmp_path, 1, 2, keep=1)
-    assert Checkpointer(tmp_path).latest() == 2
-    assert "could not be deleted" in caplog.text
-    assert [e.status for e in listing.scan(tmp_path)] == ["incomplete", "committed"]
+    for method, complaint in (("rename", "old checkpoints .* stay"), ("rmtree", "not be deleted")):
+        directory = tmp_path / method
+        save(directory, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, method, refuse)
+            save(directory, 2, keep=1)
+        assert Checkpointer(directory).latest() == 2
+        assert re.search(complaint, caplog.text)
+        assert len(list(directory.iterdir())) == 2
 
 
 # How a save ends
@@ -364,8 +386,13 @@ def test_a_failed_background_save_is_heard_once_with_its_step(
     """And tried again: what the failed ones left behind, writers too, is not in the way."""
     save(tmp_path, 4)
     mesh = states.mesh(4, 2)
-    failures = iter([raise_full] * 3)
-    storage(lambda: next(failures, lambda: None)())
+    failures, temporary = iter([raise_full] * 3), set()
+
+    def write() -> None:
+        temporary.update(tmp_path.glob("*tmp*"))
+        next(failures, lambda: None)()
+
+    storage(write)
     with Checkpointer(tmp_path) as checkpointer:
         for trial in range(3):
             checkpointer.save(5, states.make(trial, mesh))
@@ -379,7 +406,8 @@ def test_a_failed_background_save_is_heard_once_with_its_step(
         restored, _ = checkpointer.restore(states.abstract(mesh), 5)
         assert states.bits(restored) == states.bits(states.make(5, mesh))
         checkpointer.save(6, states.make(6, mesh))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5", "6"]
+    assert [e.step for e in listing.scan(tmp_path) if e.status == "committed"] == [4, 5, 6]
+    assert len(temporary) == 5  # none wrote where another had
 
 
 @pytest.mark.parametrize("call", ["save", "latest", "restore", "wait", "close"])

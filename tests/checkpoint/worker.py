@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrel.checkpoint import Checkpointer, host_random
 from jaxrel.exit_codes import JaxrelError
@@ -78,7 +79,7 @@ def limited(directory: str) -> None:
                 time.sleep(0.01)
         except JaxrelError as error:
             say(check=str(error), code=error.code, latest=checkpointer.latest())
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         checkpointer.save(2, state)
         checkpointer.wait()
         say(latest=checkpointer.latest())
@@ -128,6 +129,9 @@ def rank(index: str, port: str, directory: str) -> None:
             checkpointer._arrays.restore = fail  # type: ignore[method-assign]
         report["one_fails"] = refusal(checkpointer.restore, states.abstract(mesh, WIDTH))
         checkpointer._arrays.restore = read  # type: ignore[method-assign]
+        whole = NamedSharding(mesh, PartitionSpec())
+        with Checkpointer(root / "replicated") as other:
+            other.save(1, {"x": jnp.arange(2.0**16, device=whole), "y": state["step"]})
         theirs = Checkpointer(root / "theirs")
         restored, _ = theirs.restore(states.abstract(mesh, WIDTH))
         report["theirs_equal"] = local_bits(restored) == local_bits(states.make(9, mesh, WIDTH))
