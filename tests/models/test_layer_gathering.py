@@ -112,6 +112,7 @@ def test_shards_give_the_loss_and_gradients_of_whole_parameters() -> None:
 
 
 USES = {
+    "as it is": lambda x, w: x @ w,
     "cast": lambda x, w: x @ w.astype(jnp.float32),
     "transposed": lambda x, w: x @ w.T,
     "halves": lambda x, w: jnp.concatenate([x @ h for h in jnp.split(w, 2, axis=1)], axis=1),
@@ -119,23 +120,26 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_a_gathered_layer_in_another_form_is_not_kept(use: Any) -> None:
-    """Models of users recast and rearrange what they gather."""
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_a_layer_is_not_kept_however_it_is_used(use: Any, trained: bool) -> None:
+    """Models of users recast and rearrange what they gather, and may not train all of it."""
 
     @partial(jax.checkpoint, policy=remat_policy("none"), prevent_cse=False)
     def block(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
         return jnp.sin(use(x, gather(w, jnp.bfloat16))).astype(jnp.float32), None
 
-    def loss(w: jax.Array, probe: jax.Array) -> jax.Array:
-        return jnp.sum(lax.scan(block, jnp.ones((5, 16)), Shard(w, probe, collect))[0])
+    def loss(x: jax.Array, w: jax.Array, probe: jax.Array) -> jax.Array:
+        return jnp.sum(lax.scan(block, x, Shard(w, probe, collect))[0])
 
+    weight = P(None, None, "fsdp")
     step = jax.shard_map(
-        jax.grad(loss),
+        jax.grad(loss, argnums=(0, 1) if trained else (0,)),
         mesh=jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,)),
-        in_specs=(P(None, None, "fsdp"), P()),
-        out_specs=P(None, None, "fsdp"),
+        in_specs=(P(), weight, P()),
+        out_specs=(P(), weight) if trained else (P(),),
         check_vma=False,
     )
-    forward, _ = scans(jax.make_jaxpr(step)(jnp.ones((3, 16, 16)), jnp.zeros(3)).jaxpr)
+    arguments = jnp.ones((5, 16)), jnp.ones((3, 16, 16)), jnp.zeros(3)
+    forward, _ = scans(jax.make_jaxpr(step)(*arguments).jaxpr)
     kept = [math.prod(v.aval.shape[1:]) for v in forward.outvars]
     assert 5 * 16 in kept and not {16 * 16, 16 * 8} & set(kept)

@@ -274,8 +274,11 @@ def test_parameters_are_as_counted_and_named() -> None:
 
 def test_initial_loss_is_that_of_a_guess() -> None:
     """Logits of unit variance add half a nat to the even guess."""
-    loss, _ = loss_and_grads(TINY, parameters())
+    params = parameters()
+    loss, _ = loss_and_grads(TINY, params)
     assert float(loss) == pytest.approx(np.log(TINY.vocabulary) + 0.5, abs=0.3)
+    first, second, _ = params["layers"]["mlp"]["down"]["kernel"]
+    assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.1
 
 
 def test_parameters_have_the_same_bits_on_every_mesh() -> None:
