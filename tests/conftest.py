@@ -5,5 +5,6 @@ import os
 import jax
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["NPROC"] = "16"  # the thread pool of an exact run (jaxrel.mesh.join)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

@@ -11,8 +11,23 @@ from jaxrel.exit_codes import FailedError
 from jaxrel.mesh.rendezvous import meet
 
 
+CPU_THREADS = 16
+"""Threads of XLA's pool in each process, whatever the machine."""
+
+
+def fix_cpu_threads() -> None:
+    """Make the CPU backend's results independent of the machine; before its first use.
+
+    XLA splits a matrix product on CPU by the size of its thread pool, sometimes along the
+    summed axis, and sizes the pool by the cores or the devices of the process. With up to
+    16 devices in a process it then has 16 threads everywhere. NPROC in the environment wins.
+    """
+    os.environ.setdefault("NPROC", str(CPU_THREADS))
+
+
 def use_cpu_devices(count: int) -> None:
     """Simulate `count` CPU devices in this process; before the first use of JAX's devices."""
+    fix_cpu_threads()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
 

@@ -34,9 +34,7 @@ def meet(
         _wait_for_port(address, ends)
 
 
-def _host(
-    address: tuple[str, int], count: int, ends: float, deadline_s: float, token: str
-) -> None:
+def _host(address: tuple[str, int], count: int, ends: float, deadline_s: float, token: str) -> None:
     family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family, socket.SOCK_STREAM) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrel.gather import Shard
 from jaxrel.mesh.layout import BATCH_SPEC, LeafLayout, Layout
-from jaxrel.train.reduction import Reduction, opaque_zero, pairwise_sum, sum_over_groups
+from jaxrel.train.reduction import Reduction, fold, opaque_zero, sum_over_groups
 
 
 @partial(
@@ -171,7 +171,7 @@ def _report(
     table = lax.all_gather(lax.all_gather(table, "fsdp", axis=1), "data")  # [D, k, F, scalars]
     table = table.reshape(layout.groups, -1)
     group_loss, square, _ = jax.tree.unflatten(tree, list(table.T))
-    loss, _, metrics = jax.tree.unflatten(tree, list(pairwise_sum(table) / layout.groups))
+    loss, _, metrics = jax.tree.unflatten(tree, list(fold(table) / layout.groups))
     norm = jnp.sqrt(_global_square(layout, leaves, grads, how, zero))
     return BackwardReport(loss, norm, group_loss, jnp.sqrt(square), metrics)
 
@@ -179,37 +179,42 @@ def _report(
 def _global_square(
     layout: Layout, leaves: Any, grads: Any, how: Reduction, zero: jax.Array
 ) -> jax.Array:
-    """Squared norm of the gradient, summed in blocks whose shapes no mesh changes."""
-    pairs = list(zip(jax.tree.leaves(leaves, is_leaf=_is_layout), jax.tree.leaves(grads), strict=True))
-    sums = [_block_squares(leaf, g, layout.shards, how, zero) for leaf, g in pairs]
-    own = [s for (leaf, _), s in zip(pairs, sums, strict=True) if leaf.axis is not None]
-    whole = [pairwise_sum(s) for (leaf, _), s in zip(pairs, sums, strict=True) if leaf.axis is None]
+    """Squared norm of the gradient, summed in blocks and in an order that no mesh changes."""
+    flat = zip(jax.tree.leaves(leaves, is_leaf=_is_layout), jax.tree.leaves(grads), strict=True)
+    sums = [(leaf, _block_squares(layout, leaf, how.fence(g * g, zero))) for leaf, g in flat]
+    whole = [fold(s) for leaf, s in sums if leaf.axis is None]
+    own = [s for leaf, s in sums if leaf.axis is not None]
     if own:
         # A device's place on a sharded axis is f*D + d: gather over data first, then fsdp.
         table = lax.all_gather(lax.all_gather(jnp.concatenate(own), "data"), "fsdp")
         table = table.reshape(layout.shards, -1)
         ends = list(accumulate(len(s) for s in own))
-        parts = jnp.split(table, ends[:-1], axis=1)
-        whole += [pairwise_sum(part.reshape(-1)) for part in parts]
-    return pairwise_sum(jnp.stack(whole))
+        whole += [fold(part.reshape(-1)) for part in jnp.split(table, ends[:-1], axis=1)]
+    return fold(jnp.stack(whole))
 
 
-def _block_squares(
-    leaf: LeafLayout, g: jax.Array, shards: int, how: Reduction, zero: jax.Array
-) -> jax.Array:
-    """Sum of squares of each block of this device's part, [blocks here]."""
-    if leaf.block_axis is None:
-        return jnp.sum(jnp.square(g)).reshape(1)
-    here = leaf.blocks if leaf.axis is None else leaf.blocks // shards
-    axis = leaf.block_axis + g.ndim
-    size = g.shape[axis] // here
+def _block_squares(layout: Layout, leaf: LeafLayout, squares: jax.Array) -> jax.Array:
+    """Sum of each block of this device's part of a parameter, [blocks here].
 
-    def one(i: jax.Array) -> jax.Array:  # a loop over equal shapes: one kernel, on every mesh
-        return jnp.sum(jnp.square(lax.dynamic_slice_in_dim(g, i * size, size, axis)))
-
-    if here == 1:  # a loop of one would be unrolled
-        return how.isolate(lambda g: jnp.sum(jnp.square(g)), zero, g).reshape(1)
-    return lax.map(one, jnp.arange(here))
+    The shape becomes [blocks, parts of other mesh axes, elements of one part], with axes
+    split so that no device's elements move before its own part is summed.
+    """
+    here = leaf.blocks if leaf.axis is None else leaf.blocks // layout.shards
+    split, first, second = [], [], []
+    for i, size in enumerate(squares.shape):
+        name = leaf.spec[i] if i < len(leaf.spec) else None
+        outer = layout.mesh.shape[name] if isinstance(name, str) else 1
+        if i - squares.ndim == leaf.block_axis:
+            outer, first = here, [len(split)]
+        elif outer > 1:
+            second.append(len(split))
+        split += [outer, size // outer]
+    rest = [i for i in range(len(split)) if i not in first + second]
+    x = squares.reshape(split).transpose(first + second + rest)
+    x = x.reshape(*x.shape[: len(first + second)], -1) if first else x.reshape(1, -1)
+    while x.ndim > 1:
+        x = fold(x, axis=-1)
+    return x
 
 
 def _is_layout(x: Any) -> bool:

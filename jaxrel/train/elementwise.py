@@ -17,7 +17,9 @@ _ELEMENTWISE = frozenset(
     rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin
     sinh sqrt square squeeze stop_gradient sub tan tanh xor""".split()
 )
-_CALLS = frozenset("pjit jit closed_call core_call custom_jvp_call custom_vjp_call remat cond".split())
+_CALLS = frozenset(
+    "pjit jit closed_call core_call custom_jvp_call custom_vjp_call remat cond".split()
+)
 
 
 def first_mixing_operation(optimizer: optax.GradientTransformation, params: Any) -> str | None:
@@ -49,7 +51,9 @@ def _first(jaxpr: Any) -> str | None:
 
 def _mixes(eqn: Any, arrays: list[Any]) -> bool:
     """A broadcast of an array copies one element to many places: not element by element."""
-    return eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.size != arrays[0].aval.size
+    return (
+        eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.size != arrays[0].aval.size
+    )
 
 
 def _is_jaxpr(x: Any) -> bool:

@@ -60,7 +60,9 @@ class Trainer:
                     self._save(done, state)
                 if stopping and done < self.steps:
                     self.checkpointer.wait()
-                    raise PreemptedError(f"asked to stop: step {done} is saved; start again to go on")
+                    raise PreemptedError(
+                        f"asked to stop: step {done} is saved; start again to go on"
+                    )
             self.checkpointer.wait()
             return digest
 

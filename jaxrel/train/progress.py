@@ -75,7 +75,9 @@ class ProgressLine:
             return ""
         per_step = (now - began) / (last - first)
         tokens = f"  {self.tokens / per_step:,.0f} tokens/s" if self.tokens else ""
-        return f"{tokens}  {per_step * 1e3:.0f} ms/step  {_clock((self.total - done) * per_step)} left"
+        return (
+            f"{tokens}  {per_step * 1e3:.0f} ms/step  {_clock((self.total - done) * per_step)} left"
+        )
 
 
 def _clock(seconds: float) -> str:

@@ -27,17 +27,21 @@ class Reduction:
     """Sizes of the nested loops that sum k local groups."""
     fence: Callable[[Any, jax.Array], Any]
     """(tree, opaque zero) -> the tree, each value rounded as if it had been stored."""
-    isolate: Callable[..., Any]
-    """(fn, opaque zero, argument) -> fn(argument), compiled apart from its surroundings."""
     compiler_options: dict[str, str]
 
 
-def pairwise_sum(x: jax.Array) -> jax.Array:
-    """Sum over axis 0 in a balanced binary tree of neighbours."""
-    while x.shape[0] > 1:
-        even = x.shape[0] // 2 * 2
-        x = jnp.concatenate([x[:even:2] + x[1:even:2], x[even:]])
-    return x[0]
+def fold(x: jax.Array, axis: int = 0) -> jax.Array:
+    """Sum over an axis by adding its second half to its first, again and again.
+
+    The order is written out, so every compiler and every surrounding program keeps it;
+    that of `jnp.sum` depends on what it is fused with.
+    """
+    x = jnp.moveaxis(x, axis, -1)
+    while (size := x.shape[-1]) > 1:
+        half = size // 2
+        top = x[..., :half] + x[..., half : 2 * half]
+        x = jnp.concatenate([top, x[..., 2 * half :]], axis=-1) if size % 2 else top
+    return x[..., 0]
 
 
 def sum_over_groups(
@@ -81,15 +85,6 @@ def _fence(tree: Any, zero: jax.Array) -> Any:
     return jax.tree.map(one, lax.optimization_barrier(tree))
 
 
-def _isolate(fn: Callable[[Any], Any], zero: jax.Array, x: Any) -> Any:
-    """A branch that is always taken: a computation of its own, whatever surrounds it."""
-
-    def never(x: Any) -> Any:
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(fn, x))
-
-    return lax.cond(zero == 0, fn, never, x)
-
-
 def _halving_scatter(x: jax.Array, name: str, size: int, axis: int) -> jax.Array:
     """Reduce-scatter by recursive halving, nearest neighbour first; device d gets chunk d."""
     if size == 1:
@@ -128,7 +123,6 @@ FAST = Reduction(
     everywhere=_xla_sum,
     loops=lambda k: (k,) if k > 1 else (),
     fence=lambda tree, zero: tree,
-    isolate=lambda fn, zero, x: fn(x),
     compiler_options={},
 )
 
@@ -137,7 +131,6 @@ INVARIANT = Reduction(
     everywhere=_doubling_sum,
     loops=lambda k: (2,) * (k.bit_length() - 1),
     fence=_fence,
-    isolate=_isolate,
     # Common-subexpression elimination merges a recomputed layer with the first one where no
     # collective stands between them, which makes a one-device program differ from the rest.
     compiler_options={"xla_disable_hlo_passes": "cse"},

@@ -17,7 +17,7 @@ from jaxrel.config import BatchConfig, Config, OptimizerConfig, check
 from jaxrel.data.pipeline import Feed, open_feed
 from jaxrel.exit_codes import ExitCode, UsageError
 from jaxrel.mesh.build import build_mesh, degrees
-from jaxrel.mesh.join import joined, use_cpu_devices
+from jaxrel.mesh.join import fix_cpu_threads, joined, use_cpu_devices
 from jaxrel.mesh.layout import Layout
 from jaxrel.models import transformer
 from jaxrel.provenance import check_run, provenance, write_run_files
@@ -32,6 +32,7 @@ def train(config: Config) -> int:
     Raises JaxrelError with the code of its kind.
     """
     check_run(config.run.dir, config)
+    fix_cpu_threads()
     if config.mesh.cpu_devices is not None:
         use_cpu_devices(config.mesh.cpu_devices)
     try:
