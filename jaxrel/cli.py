@@ -4,6 +4,7 @@ Nothing here imports JAX, Grain or Orbax until the subcommand that needs it runs
 `--help` and every refusal of a wrong configuration are instant.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -30,14 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(sys.argv[1:] if argv is None else list(argv))
     except JaxrelError as error:
-        print(f"jaxrel: {_one_line(str(error))}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # nobody reads it: the code still counts
+            print(f"jaxrel: {_one_line(str(error))}", file=sys.stderr)
         return int(error.code)
     except KeyboardInterrupt:
         return 130  # what a shell reports for SIGINT
     except SystemExit as done:  # --help and --version
         return done.code if isinstance(done.code, int) else int(ExitCode.FAILED)
     except Exception:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         return int(ExitCode.FAILED)
 
 

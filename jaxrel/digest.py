@@ -41,8 +41,8 @@ def leaf_words(x: jax.Array) -> jax.Array:
         x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=-1)
-    if x.dtype == jnp.bool_:
-        x = x.astype(jnp.uint8)
+    if x.dtype == jnp.bool_ or _is_narrow(x.dtype):
+        x = x.astype(jnp.int8)
     x = jnp.atleast_1d(x)
     unsigned = jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")
     words = lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
@@ -68,6 +68,11 @@ def _add_lanes(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.
     return a[0] + b[0], a[1] + b[1]
 
 
+def _is_narrow(dtype: Any) -> bool:
+    """Integers of less than a byte, which have no bit pattern of their own in memory."""
+    return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
+
+
 def leaf_words_numpy(x: Any) -> np.ndarray:
     """`leaf_words` computed by NumPy on the host: uint32 [2]."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -75,6 +80,8 @@ def leaf_words_numpy(x: Any) -> np.ndarray:
     x = np.atleast_1d(np.asarray(x))
     if not x.size:
         return np.zeros(2, np.uint32)
+    if _is_narrow(x.dtype):
+        x = x.astype(np.int8)
     if np.iscomplexobj(x):
         x = np.stack([x.real, x.imag], axis=-1)
     x = np.ascontiguousarray(x)
@@ -99,8 +106,8 @@ def tree_words(tree: Any) -> jax.Array:
 
 def leaf_paths(tree: Any) -> list[str]:
     """Each leaf's path, as `a/b/0`, in the order of `jax.tree.leaves`."""
-    paths, _ = zip(*jax.tree_util.tree_flatten_with_path(tree)[0], strict=True)
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
 
 
 def leaf_digests(tree: Any, words: Any) -> dict[str, str]:

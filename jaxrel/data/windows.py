@@ -38,7 +38,7 @@ def window_ids(
 
     `seed`, `windows` and `batch` are in the fingerprint of a feed under these names.
     """
-    order = _shuffled(grain.MapDataset.range(windows), seed).batch(batch)
+    order = _shuffled(grain.MapDataset.range(windows), seed).batch(batch, drop_remainder=True)
     return np.asarray(order[batch_position(step, skip)])
 
 
@@ -62,13 +62,15 @@ def group_batches(
             f"the {split} split of {folder} has {len(source)} windows, more than 2**32: "
             f"batch.sequence {sequence} is too short for it"
         )
-    rows = _shuffled(grain.MapDataset.source(source), seed).batch(batch // groups)
+    rows = _shuffled(grain.MapDataset.source(source), seed)
+    rows = rows.batch(batch // groups, drop_remainder=True)  # or one row overflows the length
     first = window_ids(0, seed=seed, windows=len(source), batch=batch)
     fingerprint = {
         "kind": "corpus",
         "split": split,
         "content_hash": stream.split.content_hash,
         "tokenizer": stream.corpus.tokenizer,
+        "vocabulary": stream.corpus.vocabulary,
         "windows": len(source),
         "leaves": {"tokens": f"int32 [{batch // groups}, {sequence + 1}]"},
         "transforms": "window(sequence + 1, stride sequence), shuffle each epoch, repeat, batch",

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 import jax
 
 from jaxrel.config import JobConfig
-from jaxrel.exit_codes import FailedError
+from jaxrel.exit_codes import DivergedError, FailedError, PreemptedError
 from jaxrel.mesh.rendezvous import meet
-
 
 CPU_THREADS = 16
 """Threads of XLA's pool in each process, whatever the machine."""
@@ -36,8 +35,9 @@ def use_cpu_devices(count: int) -> None:
 def joined(job: JobConfig, *, heartbeat_timeout_s: int = 100) -> Iterator[None]:
     """Be a process of the job while the block runs; nothing to do for a job of one process.
 
-    A normal end waits for the others. On an exception this process leaves without waiting:
-    a dead peer never comes to that barrier. Raises FailedError naming missing processes.
+    A normal end waits for the others, and so does one that all processes come to at the same
+    step. On any other exception this process leaves without waiting: a dead peer never comes
+    to that barrier. Raises FailedError naming missing processes.
     """
     if job.coordinator is None and not job.detect:
         yield
@@ -55,8 +55,13 @@ def joined(job: JobConfig, *, heartbeat_timeout_s: int = 100) -> Iterator[None]:
             job.process_id,
             initialization_timeout=max(1, int(job.join_deadline_s)),
             heartbeat_timeout_seconds=heartbeat_timeout_s,
+            coordinator_bind_address=job.coordinator,  # JAX's default listens on every address
         )
     except (RuntimeError, ValueError) as error:
         raise FailedError(f"job: could not be joined: {' '.join(str(error).split())}") from error
-    yield
+    try:
+        yield
+    except (PreemptedError, DivergedError):  # all processes end so, at the same step
+        jax.distributed.shutdown()
+        raise
     jax.distributed.shutdown()

@@ -6,7 +6,7 @@ and on the number of groups alone, never on the mesh, so that the blocks in whic
 global norm is summed are the same on every mesh.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -26,6 +26,8 @@ BATCH_SPEC = P("data", None, "fsdp")
 class LeafLayout:
     """How one parameter is divided."""
 
+    dtype: Any
+    """dtype of the parameter."""
     spec: P
     """Mesh axes of every array axis, automatic ones (tensor) included."""
     axis: int | None
@@ -95,9 +97,9 @@ class Layout:
         return NamedSharding(self.mesh, spec)
 
     def leaf(
-        self, shape: tuple[int, ...], axes: tuple[str | None, ...] | None, stacked: bool
+        self, shape: tuple[int, ...], dtype: Any, axes: Sequence[str | None] | None, stacked: bool
     ) -> LeafLayout:
-        """The layout of a parameter of `shape` with logical `axes`.
+        """The layout of a parameter of `shape` and `dtype` with logical `axes`.
 
         `stacked` says that axis 0 counts layers, which are scanned and never divided.
         """
@@ -108,9 +110,10 @@ class Layout:
         blocks = 1 if best is None else gcd(shape[best], self.groups)
         if best is None or blocks % self.shards:
             block_axis = None if best is None else best - len(shape)
-            return LeafLayout(P(*entries), None, block_axis, blocks)
+            return LeafLayout(dtype, P(*entries), None, block_axis, blocks)
         entries[best] = ("fsdp", "data")
-        return LeafLayout(P(*entries), best - len(shape), best - len(shape), blocks)
+        axis = best - len(shape)
+        return LeafLayout(dtype, P(*entries), axis, axis, blocks)
 
     def tree(self, params: Any, axes: Any | None, stacked: Mapping[str, bool]) -> Any:
         """The layout of every leaf of (abstract) `params`; `axes` has tuples at the leaves."""
@@ -120,7 +123,7 @@ class Layout:
             if names is not None and len(names) != len(leaf.shape):
                 where = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise UsageError(f"logical axes of {where}: got {names}: shape is {leaf.shape}")
-            return self.leaf(tuple(leaf.shape), names, stacked.get(top, False))
+            return self.leaf(tuple(leaf.shape), leaf.dtype, names, stacked.get(top, False))
 
         if axes is None:
             return jax.tree_util.tree_map_with_path(lambda p, x: one(p, x, None), params)
@@ -150,7 +153,7 @@ class Layout:
         def put(x: Any) -> jax.Array:
             x = np.asarray(x)
 
-            def rows(index: tuple[slice, ...]) -> np.ndarray:
+            def rows(index: Any) -> np.ndarray:
                 places = ids[index[:3]]
                 found = x[[mine[int(g)] for g in places.ravel()]]
                 return found.reshape(places.shape + x.shape[1:])

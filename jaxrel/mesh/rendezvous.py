@@ -5,6 +5,7 @@ in place of a name. So process 0 first listens on the coordinator's port itself,
 reports to it, and it answers all of them alike; then the port is JAX's.
 """
 
+import contextlib
 import hmac
 import json
 import socket
@@ -114,10 +115,8 @@ def _wait_for_port(address: tuple[str, int], ends: float) -> None:
 
 
 def _send(peer: socket.socket, message: dict[str, object]) -> None:
-    try:
+    with contextlib.suppress(OSError):  # it is gone; whoever waits for it has a deadline
         peer.sendall(json.dumps(message).encode() + b"\n")
-    except OSError:
-        pass  # it is gone; whoever waits for it has a deadline
 
 
 def _absent(missing: Iterable[int], count: int | None, deadline_s: float) -> str:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxrel.gather import Shard
-from jaxrel.mesh.layout import BATCH_SPEC, LeafLayout, Layout
+from jaxrel.mesh.layout import BATCH_SPEC, Layout, LeafLayout
 from jaxrel.train.reduction import Reduction, fold, opaque_zero, sum_over_groups
 
 
@@ -53,7 +53,8 @@ def make_backward(
     def backward(params: Any, batch: Any, step: Any, key_data: Any, impl: str) -> Any:
         rng = jax.random.fold_in(jax.random.wrap_key_data(key_data, impl=impl), step)
         zero = opaque_zero(step)
-        params = jax.tree.map(lambda f, x: f(x), over_data, params)
+        # Gradients are of float32 copies, and so are summed in float32 whatever the parameters.
+        params = jax.tree.map(lambda f, x: f(x).astype(jnp.float32), over_data, params)
         probes = _probes(params, hooked, zero)
 
         def one_group(x: Any) -> tuple[Any, Any]:
@@ -116,13 +117,12 @@ def _reduce(name: str, size: int, how: Reduction, leaf: LeafLayout, g: jax.Array
     return how.scatter(g, name, size, leaf.axis)
 
 
-def _collector(layout: Layout, leaf: LeafLayout, how: Reduction) -> Callable[..., jax.Array]:
+def _collector(layout: Layout, leaf: LeafLayout, how: Reduction) -> Callable[..., Any]:
     """The gather over fsdp whose backward pass is the reduction, and whose probe is the tap."""
 
     @partial(jax.custom_vjp, nondiff_argnums=(2,))
     def collect(value: jax.Array, probe: jax.Array, dtype: Any) -> jax.Array:
-        value = value if dtype is None else value.astype(dtype)
-        return _all_gather("fsdp", layout.fsdp, leaf, value)
+        return _all_gather("fsdp", layout.fsdp, leaf, value.astype(dtype or leaf.dtype))
 
     def forward(value: jax.Array, probe: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
         return collect(value, probe, dtype), probe

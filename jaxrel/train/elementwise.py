@@ -40,7 +40,7 @@ def _first(jaxpr: Any) -> str | None:
         name = eqn.primitive.name
         arrays = [v for v in eqn.invars if getattr(v.aval, "ndim", 0) > 0]
         if name in _CALLS:
-            inner = [p for p in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr)]
+            inner = jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr)
             found = [_first(getattr(p, "jaxpr", p)) for p in inner if _is_jaxpr(p)]
             if any(found):
                 return next(f for f in found if f)

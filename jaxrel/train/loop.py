@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrel.checkpoint import Checkpointer
+from jaxrel.checkpoint import Checkpointer, manifest
 from jaxrel.checkpoint.host_random import capture, derive, restore
+from jaxrel.checkpoint.together import together
 from jaxrel.data.pipeline import Feed, check_fingerprint, merge_states
 from jaxrel.digest import state_digest
 from jaxrel.exit_codes import DataRefusedError, DivergedError, PreemptedError
@@ -35,6 +36,8 @@ class Trainer:
     seed: int
     facts: dict[str, Any] = field(default_factory=dict)
     """What never changes in this run and is saved beside the state: JSON."""
+    stop: StopSignal = field(default_factory=StopSignal)
+    """What asks the run to stop early."""
 
     def run(self) -> str:
         """Train to the last step and save it. Returns the final state digest.
@@ -43,45 +46,66 @@ class Trainer:
         loss or gradient is not finite (the update is kept out, nothing is saved), and what
         restoring and saving raise. A save in flight is joined on every way out.
         """
-        with self.checkpointer, StopSignal() as stop, self.progress:
-            state, done, digest = self._begin()
-            ahead: StepRecord | None = None
-            while done < self.steps:
-                batch = self.step.layout.place(next(self.feed))
-                state, record = self.step(state, batch)  # dispatched, not awaited
+        with self.checkpointer, self.stop, self.progress:
+            state, done, digest, position = self._begin()
+            saved, ahead = done, None
+            while done < self.steps and not self.stop.asked(done):
+                batch = self.stop.unless_asked(self.feed.__next__)
+                if batch is None:
+                    break
+                position = self.feed.get_state()
+                state, record = self.step(state, self.step.layout.place(batch))  # not awaited
                 if ahead is not None:
                     self._complete(done, ahead)  # so that one step is always under way
                 ahead, done = record, done + 1
                 self.checkpointer.check()
-                stopping = stop.asked(done)
-                if stopping or done % self.interval == 0 or done == self.steps:
-                    self._complete(done, ahead)  # only a state known to be sound is saved
-                    ahead, digest = None, state_digest(self.step.abstract_state, record.words)
-                    self._save(done, state)
-                if stopping and done < self.steps:
-                    self.checkpointer.wait()
-                    raise PreemptedError(
-                        f"asked to stop: step {done} is saved; start again to go on"
-                    )
+                if done % self.interval == 0:
+                    digest = self._save(done, state, ahead, position)
+                    saved, ahead = done, None
+            if ahead is not None:
+                digest, saved = self._save(done, state, ahead, position), done
             self.checkpointer.wait()
+            if done < self.steps:
+                what = f"step {saved} is saved" if saved else "no step was complete"
+                raise PreemptedError(f"asked to stop: {what}; start again to go on")
             return digest
 
-    def _begin(self) -> tuple[TrainState, int, str]:
-        """The state to go on from, its completed steps and digest; the feed stands there too."""
-        latest = self.checkpointer.latest()
+    def check_resume(self) -> int | None:
+        """The step that `run` goes on from, None in a new run. Changes nothing on disk.
+
+        Raises DataRefusedError when the newest checkpoint is of a run with other facts or
+        other data, or lacks what exact resumption needs.
+        """
+        step = self.checkpointer.latest()
+        if step is not None:
+            together(lambda: self._check(step))
+        return step
+
+    def _check(self, step: int) -> None:
+        try:
+            extra = manifest.read(self.checkpointer.directory / str(step))["extra"]
+        except (OSError, manifest.NotOursError) as error:
+            raise DataRefusedError(f"checkpoint of step {step} cannot be read: {error}") from error
+        for name in ("fingerprint", "position", "host_random"):
+            if not extra.get(name):
+                raise DataRefusedError(f"checkpoint of step {step}: has no {name}: cannot go on")
+        check_facts(extra, self.facts)
+        check_fingerprint(extra["fingerprint"], self.feed.fingerprint)
+
+    def _begin(self) -> tuple[TrainState, int, str, dict[str, Any]]:
+        """The state to go on from, its completed steps, digest and data position."""
+        latest = self.check_resume()
         if latest is None:
             derive(self.seed, jax.process_index(), 0)
             self.feed.start(0, None)
-            return self.step.init(self.seed), 0, ""
-        state, manifest = self.checkpointer.restore(self.step.abstract_state, latest)
-        extra = manifest["extra"]
-        check_facts(extra, self.facts)
-        check_fingerprint(extra["fingerprint"], self.feed.fingerprint)
+            return self.step.init(self.seed), 0, "", {}
+        state, found = self.checkpointer.restore(self.step.abstract_state, latest)
+        extra = found["extra"]
         self.feed.start(latest, extra["position"])
         how = restore(extra["host_random"], seed=self.seed, step=latest)
         note = "" if how == "restored" else "; host random states derived for this process count"
         self.progress.note(f"resumed from step {latest}{note}")
-        return state, latest, manifest["state_digest"]
+        return state, latest, found["state_digest"], extra["position"]
 
     def _complete(self, done: int, record: StepRecord) -> None:
         """Wait for a step, show it, and refuse to go on from one that was not finite."""
@@ -95,16 +119,21 @@ class Trainer:
             )
         self.progress.step(done, float(record.loss), float(record.grad_norm))
 
-    def _save(self, done: int, state: TrainState) -> None:
-        """Start the save of a complete step, with all that exact resumption needs."""
+    def _save(self, done: int, state: TrainState, record: StepRecord, position: Any) -> str:
+        """Start the save of a complete step, with all that exact resumption needs.
+
+        Returns the digest of the state.
+        """
+        self._complete(done, record)  # only a state known to be sound is saved
         assert int(state.step) == done, "the one counter: completed updates"
         extra = {
             **self.facts,
             "fingerprint": self.feed.fingerprint,
-            "position": merge_states(from_everyone(self.feed.get_state())),
+            "position": merge_states(from_everyone(position)),
             "host_random": capture(),
         }
         self.checkpointer.save(done, state, extra=extra)
+        return state_digest(self.step.abstract_state, record.words)
 
 
 def check_facts(saved: dict[str, Any], now: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 _WINDOW = 20
 """Steps over which the rate is measured."""
+
+
+class _Console(Console):
+    """A console whose reader may go away: rich would leave the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 class ProgressLine:
@@ -33,16 +41,16 @@ class ProgressLine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total, self.tokens, self.every, self.clock = total, tokens_per_step, every, clock
-        self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = console or _Console(stderr=True, highlight=False, soft_wrap=True)
         self._times: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
-        bar = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"),
-            console=self.console, disable=not self.console.is_terminal,
-        )  # fmt: skip
+        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn()
+        text = TextColumn("{task.fields[text]}")
+        bar = Progress(*columns, text, console=self.console, disable=not self.console.is_terminal)
         self._bar, self._task = bar, bar.add_task("", total=total, text="")
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        with contextlib.suppress(OSError):
+            self._bar.start()
         return self
 
     def __exit__(
@@ -51,21 +59,21 @@ class ProgressLine:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._bar.stop()
+        with contextlib.suppress(OSError):
+            self._bar.stop()
 
     def note(self, text: str) -> None:
         """A line that stays."""
-        try:
+        with contextlib.suppress(OSError):  # a full disk is no reason to stop training
             self.console.print(text, markup=False)
-        except OSError:
-            pass  # a closed terminal or a full disk is no reason to stop training
 
     def step(self, done: int, loss: float, grad_norm: float) -> None:
         """Step `done` is complete."""
         self._times.append((done, self.clock()))
         text = f"loss {loss:.4f}  grad norm {grad_norm:.3f}{self._rate(done)}"
         if self.console.is_terminal:
-            self._bar.update(self._task, completed=done, text=text)
+            with contextlib.suppress(OSError):
+                self._bar.update(self._task, completed=done, text=text)
         elif done % self.every == 0 or done == self.total or len(self._times) == 1:
             self.note(f"step {done}/{self.total}  {text}")
 

@@ -24,6 +24,7 @@ from jaxrel.provenance import check_run, provenance, write_run_files
 from jaxrel.train.loop import Trainer
 from jaxrel.train.progress import ProgressLine
 from jaxrel.train.step import TrainStep, make_train_step
+from jaxrel.train.stop import StopSignal
 
 
 def train(config: Config) -> int:
@@ -36,8 +37,8 @@ def train(config: Config) -> int:
     if config.mesh.cpu_devices is not None:
         use_cpu_devices(config.mesh.cpu_devices)
     try:
-        with joined(config.job):
-            _train(config)
+        with joined(config.job), StopSignal() as stop:
+            _train(config, stop)
     except BaseException as error:
         if jax.distributed.is_initialized():
             _leave(error)
@@ -45,9 +46,9 @@ def train(config: Config) -> int:
     return ExitCode.OK
 
 
-def _train(config: Config) -> None:
+def _train(config: Config, stop: StopSignal) -> None:
     mesh = build_mesh(degrees(config.mesh))
-    resolved = {name: size for name, size in mesh.shape.items()}
+    resolved = dict(mesh.shape)
     known = {name: resolved[name] for name in ("data", "fsdp", "tensor")}
     check(replace(config, mesh=replace(config.mesh, **known)))
     layout = Layout(mesh, config.batch.groups, config.mesh.rules)
@@ -62,11 +63,11 @@ def _train(config: Config) -> None:
             keep=config.checkpoint.keep,
             deadline_s=config.checkpoint.deadline_s,
         )
+        trainer = make_trainer(config, step, feed, checkpointer, stop)
+        latest = trainer.check_resume()
         if jax.process_index() == 0:
             record = provenance(config, sys.argv, jax.devices(), resolved)
             write_run_files(config.run.dir, config, record)
-        trainer = make_trainer(config, step, feed, checkpointer)
-        latest = checkpointer.latest()
         if latest is not None and latest >= config.run.steps:
             trainer.progress.note(f"already complete: step {latest} of {config.run.steps}")
             return
@@ -110,17 +111,15 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def make_trainer(
-    config: Config, step: TrainStep, feed: Feed, checkpointer: Checkpointer
+    config: Config, step: TrainStep, feed: Feed, checkpointer: Checkpointer, stop: StopSignal
 ) -> Trainer:
     """The loop over these parts; only process 0 shows progress."""
-    quiet = jax.process_index() != 0
     total, batch = config.run.steps, config.batch
     progress = ProgressLine(total, batch.global_size * batch.sequence, config.run.print_every)
-    progress.console.quiet = quiet
+    progress.console.quiet = jax.process_index() != 0
     facts = {"seed": config.run.seed, **_batch_facts(batch)}
-    return Trainer(
-        step, feed, checkpointer, progress, total, config.checkpoint.interval, config.run.seed, facts
-    )  # fmt: skip
+    interval, seed = config.checkpoint.interval, config.run.seed
+    return Trainer(step, feed, checkpointer, progress, total, interval, seed, facts, stop)
 
 
 def _batch_facts(batch: BatchConfig) -> dict[str, Any]:

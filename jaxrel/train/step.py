@@ -150,6 +150,7 @@ def make_train_step(
             if clip_norm:
                 scale = jnp.minimum(1.0, clip_norm / report.grad_norm)
                 grads = how.fence(jax.tree.map(lambda g: g * scale, grads), zero)
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
             updates, opt_state = optimizer.update(grads, opt_state, params)
             updates = how.fence(updates, zero)
             return optax.apply_updates(params, updates), opt_state, state.step + 1
@@ -204,6 +205,10 @@ def _check(
     layout: Layout, reduction: str, optimizer: Any, abstract: TrainState, hooked: Any
 ) -> None:
     """Refuse what cannot be exact under `invariant`; tell what will be gathered at once."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(abstract.params)[0]:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise UsageError(f"parameter {name}: got {leaf.dtype}: expected a floating-point dtype")
     if layout.fsdp > 1 and not hooked:
         log.warning(
             "this loss function gathers no layer itself: all parameters are gathered before"

@@ -1,27 +1,34 @@
 """Being asked to stop: SIGTERM, heard at the next step boundary, by all processes alike."""
 
 import signal
+import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
+
+T = TypeVar("T")
 
 
 class StopSignal:
     """While the block runs, SIGTERM is a request to save and leave.
 
-    In a job of several processes JAX's own service hears the signal and picks a step that
-    every process stops at; one process alone needs no agreement.
+    In a job of several processes JAX's own service, once it runs, takes the signal from the
+    handler here and picks a step that every process stops at; one process alone needs no
+    agreement. The block may be entered again inside itself. Python hears signals in its main
+    thread alone, so in any other thread the block changes nothing.
     """
 
     def __init__(self) -> None:
         self._asked = False
-        self._before: Any = None
+        self._waiting = False
+        self._before: list[Any] = []
 
     def __enter__(self) -> Self:
-        if jax.process_count() == 1:
-            self._before = signal.signal(signal.SIGTERM, self._hear)
+        if threading.current_thread() is threading.main_thread() and jax_is_alone():
+            self._before.append(signal.signal(signal.SIGTERM, self._hear))
         return self
 
     def __exit__(
@@ -30,14 +37,40 @@ class StopSignal:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        if self._before:
+            signal.signal(signal.SIGTERM, self._before.pop())
 
     def asked(self, step: int) -> bool:
-        """Whether to stop after `step`. Every process must ask at every step."""
-        if jax.process_count() == 1:
+        """Whether to stop after `step`. Every process must ask after every step."""
+        if jax_is_alone():
             return self._asked
         return multihost_utils.reached_preemption_sync_point(step)
 
+    def unless_asked(self, wait: Callable[[], T]) -> T | None:
+        """What `wait` returns, or None when SIGTERM came meanwhile and cut it short.
+
+        Several processes always wait: the step at which they stop needs all of them.
+        """
+        try:
+            self._waiting = True
+            try:
+                return wait()
+            finally:
+                self._waiting = False
+        except _StopWaiting:
+            return None
+
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
+        if self._waiting:
+            self._waiting = False
+            raise _StopWaiting
+
+
+class _StopWaiting(BaseException):
+    """Ends a wait from inside the signal's handler; no error, so nobody may handle it."""
+
+
+def jax_is_alone() -> bool:
+    """Whether this process is in no job of several; does not start JAX's devices."""
+    return not jax.distributed.is_initialized()

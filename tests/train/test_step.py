@@ -1,0 +1,273 @@
+"""One step: exact on every mesh, and its numbers are what they say."""
+
+import dataclasses
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrel.digest import leaf_words_numpy, state_digest, tree_words
+from jaxrel.exit_codes import UsageError
+from jaxrel.gather import gather
+from jaxrel.train.step import make_train_step
+from tests.train import toys
+
+
+def with_mlp(where: Any, hook: bool = True, **options: Any) -> Any:
+    init_fn, loss_fn = toys.mlp(hook=hook)
+    options = {"groups": 8, "reduction": "invariant", "clip_norm": 1.0} | options
+    optimizer = options.pop("optimizer", optax.adamw(1e-2))
+    return make_train_step(init_fn, loss_fn, optimizer, where, **options)
+
+
+def run_mlp(step: Any, steps: int = 3) -> Any:
+    state, records = step.init(0), []
+    for i in range(steps):
+        state, record = step(state, step.place(toys.points(i)))
+        records.append(jax.device_get(record))
+    return state_digest(step.abstract_state, records[-1].words), records, state
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("remat", "dtype", "meshes"),
+    [
+        ("full", "float32", [(1, 1), (1, 8), (8, 1), (2, 2)]),
+        ("none", "bfloat16", [(1, 1), (2, 4)]),
+        ("dots", "float32", [(2, 1), (1, 4)]),
+    ],
+)
+def test_the_same_bits_on_every_mesh(remat: Any, dtype: Any, meshes: Any) -> None:
+    model = dataclasses.replace(toys.MODEL, remat=remat, compute_dtype=dtype)
+    first = None
+    for data, fsdp in meshes:
+        step = toys.transformer_step(model, toys.mesh(data, fsdp))
+        digest, records, _ = toys.run(step)
+        first = first or (digest, records)
+        different = toys.differing(step, records[0], first[1][0])
+        assert digest == first[0], f"{data} x {fsdp}: after one step {different} differ"
+        for mine, theirs in zip(records, first[1], strict=True):
+            assert mine.loss == theirs.loss
+            assert mine.grad_norm == theirs.grad_norm
+            np.testing.assert_array_equal(mine.group_loss, theirs.group_loss)
+            np.testing.assert_array_equal(mine.group_grad_norm, theirs.group_grad_norm)
+
+
+@pytest.mark.core
+def test_another_seed_is_another_digest() -> None:
+    step = with_mlp(toys.mesh(1, 2))
+    words = [jax.jit(tree_words)(step.init(seed)) for seed in (0, 0, 1)]
+    digests = [state_digest(step.abstract_state, w) for w in words]
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize("hook", [True, False])
+@pytest.mark.parametrize("groups", [2, 8, 16])
+def test_the_same_bits_with_as_many_groups_as_devices_and_more(groups: int, hook: bool) -> None:
+    digests = {}
+    for data, fsdp in [(1, 1), (2, 1), (1, 2), (4, 2), (1, 8), (8, 1)]:
+        if data * fsdp <= groups:
+            step = with_mlp(toys.mesh(data, fsdp), hook=hook, groups=groups)
+            digests[data, fsdp] = run_mlp(step)[0]
+    assert len(set(digests.values())) == 1, digests
+
+
+def reference(step: Any, loss_fn: Any, batch: Any, groups: int) -> Any:
+    """Loss and gradient of each group, one at a time, on one device, by plain JAX."""
+    state = jax.device_get(step.init(0))
+    rng = jax.random.fold_in(state.rng, 0)
+    values = []
+    for g in range(groups):
+        rows = jax.tree.map(lambda x, g=g: x.reshape(groups, -1, *x.shape[1:])[g], batch)
+        key = jax.random.fold_in(rng, g)
+        values.append(jax.value_and_grad(loss_fn, has_aux=True)(state.params, rows, key))
+    losses = np.array([float(loss) for (loss, _), _ in values])
+    norms = np.array([float(optax.global_norm(g)) for _, g in values])
+    mean = jax.tree.map(lambda *g: np.mean(np.stack(g), axis=0), *[g for _, g in values])
+    return losses, norms, mean
+
+
+@pytest.mark.parametrize("where", [(4, 1, 1), (1, 4, 1), (2, 2, 2), (1, 1, 2), (1, 1, 1)])
+@pytest.mark.parametrize("reduction", ["fast", "invariant"])
+def test_group_values_are_those_of_one_group_at_a_time(where: Any, reduction: str) -> None:
+    from jaxrel.models import transformer
+
+    step = toys.transformer_step(toys.MODEL, toys.mesh(*where), reduction=reduction)
+    losses, norms, mean = reference(
+        step, transformer.loss_fn(toys.MODEL), toys.tokens(0), toys.GROUPS
+    )
+    _, record = step(step.init(0), step.place(toys.tokens(0)))
+    np.testing.assert_allclose(record.group_loss, losses, rtol=1e-5)
+    np.testing.assert_allclose(record.group_grad_norm, norms, rtol=1e-5)
+    np.testing.assert_allclose(record.loss, losses.mean(), rtol=1e-5)
+    np.testing.assert_allclose(record.grad_norm, optax.global_norm(mean), rtol=1e-5)
+    ranks = step.layout.rank_values(record.group_grad_norm)
+    by_place = norms[step.layout.group_ids()]  # [data, local groups, fsdp]
+    np.testing.assert_allclose(ranks, np.sqrt(np.mean(by_place**2, axis=1)), rtol=1e-5)
+
+
+def test_the_update_is_that_of_optax() -> None:
+    init_fn, loss_fn = toys.mlp()
+    step = with_mlp(toys.mesh(2, 2), clip_norm=0.1)
+    _, _, mean = reference(step, loss_fn, toys.points(0), 8)
+    before = jax.device_get(step.init(0))
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+    updates, _ = optimizer.update(mean, optimizer.init(before.params), before.params)
+    wanted = optax.apply_updates(before.params, updates)
+    after, record = step(step.init(0), step.place(toys.points(0)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), after.params, wanted
+    )
+    assert int(after.step) == 1
+    assert record.metrics["mean_error"].shape == ()
+
+
+def test_the_record_digests_the_new_state() -> None:
+    step = with_mlp(toys.mesh(2, 4))
+    state, record = step(step.init(0), step.place(toys.points(0)))
+    twins = [leaf_words_numpy(jax.device_get(x)) for x in jax.tree.leaves(state)]
+    np.testing.assert_array_equal(record.words, twins)
+
+
+def test_a_tensor_axis_changes_no_bit_while_its_degree_stays() -> None:
+    steps = [toys.transformer_step(toys.MODEL, toys.mesh(*m)) for m in [(1, 1, 2), (2, 2, 2)]]
+    assert len({toys.run(step)[0] for step in steps}) == 1
+
+
+def test_fast_on_three_axes_follows_the_invariant_run() -> None:
+    invariant = toys.transformer_step(toys.MODEL, toys.mesh(1, 8))
+    fast = toys.transformer_step(toys.MODEL, toys.mesh(2, 2, 2), reduction="fast")
+    for a, b in zip(toys.run(invariant, 8)[1], toys.run(fast, 8)[1], strict=True):
+        np.testing.assert_allclose(a.loss, b.loss, atol=2e-4)
+
+
+@pytest.mark.core
+def test_what_is_not_finite_is_kept_out() -> None:
+    step = with_mlp(toys.mesh(2, 2))
+    state, _ = step(step.init(0), step.place(toys.points(0)))
+    before = jax.device_get(state)
+    bad = toys.points(1)
+    bad["x"][5, 3] = np.nan
+    after, record = step(state, step.place(bad))
+    assert not record.finite
+    assert np.flatnonzero(~np.isfinite(record.group_loss)).tolist() == [5 * 8 // toys.ROWS]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
+    assert int(after.step) == 1
+    good, record = step(after, step.place(toys.points(1)))
+    assert record.finite and int(good.step) == 2
+
+
+def test_a_gradient_that_overflows_is_kept_out_too() -> None:
+    step = with_mlp(toys.mesh(1, 2))
+    batch = toys.points(0)
+    batch["y"][0] = 1e19  # its square is finite, that of the gradient is not
+    after, record = step(step.init(0), step.place(batch))
+    assert np.isfinite(record.loss) and not record.finite
+    assert int(after.step) == 0
+
+
+def test_one_compilation() -> None:
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    step = with_mlp(toys.mesh(2, 2), groups=4)
+    state = step.init(0)
+    batches = [step.place(toys.points(i)) for i in range(3)]
+    compiled.clear()
+    for batch in batches:
+        state, _ = step(state, batch)
+    assert len(compiled) == 1
+
+
+def test_bf16_parameters_are_summed_in_float32() -> None:
+    init_fn, loss_fn = toys.mlp(dtype=jnp.bfloat16)
+    digests = set()
+    for where in [(1, 1), (2, 4)]:
+        step = make_train_step(
+            init_fn, loss_fn, optax.adamw(1e-2), toys.mesh(*where), groups=8, reduction="invariant"
+        )
+        digest, _, state = run_mlp(step)
+        digests.add(digest)
+        assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
+    assert len(digests) == 1
+
+
+def test_a_model_without_the_hook_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="jaxrel"):
+        step = with_mlp(toys.mesh(1, 4), hook=False)
+        run_mlp(step, 2)
+    assert [r.message for r in caplog.records if "gathers no layer" in r.message] != []
+    assert sum("gathers no layer" in r.message for r in caplog.records) == 1
+
+
+def test_gather_is_the_identity_outside_a_step() -> None:
+    tree = {"w": jnp.ones((2, 2)), "b": jnp.zeros(3)}
+    assert gather(tree)["w"] is tree["w"]
+    assert gather(tree, jnp.bfloat16)["b"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "operation"),
+    [
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "reduce_sum"),
+        (optax.adafactor(1e-3), None),
+        (optax.lamb(1e-3), None),
+    ],
+)
+def test_invariant_refuses_optimizers_that_mix_elements(optimizer: Any, operation: Any) -> None:
+    with pytest.raises(UsageError, match="not exact across device counts") as error:
+        with_mlp(toys.mesh(1, 1), optimizer=optimizer)
+    assert operation is None or operation in str(error.value)
+    step = with_mlp(toys.mesh(2, 2), optimizer=optimizer, reduction="fast")
+    alone = with_mlp(toys.mesh(1, 1), optimizer=optimizer, reduction="fast")
+    for a, b in zip(run_mlp(step)[1], run_mlp(alone)[1], strict=True):
+        np.testing.assert_allclose(a.loss, b.loss, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.sgd(0.1, momentum=0.9),
+        optax.lion(1e-3),
+        optax.adamw(optax.cosine_decay_schedule(1, 9)),
+    ],
+)
+def test_invariant_takes_optimizers_that_do_not(optimizer: Any) -> None:
+    digests = {run_mlp(with_mlp(toys.mesh(*m), optimizer=optimizer))[0] for m in [(1, 1), (2, 2)]}
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "options", "words"),
+    [
+        ((4, 1), {"groups": 6, "reduction": "fast"}, "batch.groups: got 6"),
+        ((1, 1), {"groups": 6}, "batch.groups: got 6: must be a power of two"),
+        ((3, 1), {"groups": 6}, "power of two"),
+    ],
+)
+def test_wrong_combinations_are_refused(where: Any, options: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        with_mlp(toys.mesh(*where), **options)
+
+
+def test_fast_takes_any_number_of_devices_that_divides_the_groups() -> None:
+    step = with_mlp(toys.mesh(3, 1), groups=6, reduction="fast")
+    state, record = step(step.init(0), step.place(jax.tree.map(lambda x: x[:12], toys.points(0))))
+    losses, norms, _ = reference(
+        step, toys.mlp()[1], jax.tree.map(lambda x: x[:12], toys.points(0)), 6
+    )
+    np.testing.assert_allclose(record.group_loss, losses, rtol=1e-5)
+    np.testing.assert_allclose(record.group_grad_norm, norms, rtol=1e-5)
+
+
+def test_integer_parameters_are_refused_by_name() -> None:
+    def init_fn(rng: jax.Array) -> Any:
+        return {"w": jnp.ones(4), "table": jnp.zeros(4, jnp.int32)}
+
+    with pytest.raises(UsageError, match="parameter table: got int32"):
+        make_train_step(init_fn, toys.mlp()[1], optax.sgd(1.0), toys.mesh(1, 1), groups=1)
