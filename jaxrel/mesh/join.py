@@ -1,14 +1,15 @@
 """Devices and processes: what must be set before JAX is first used."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import jax
+from jax._src.clusters import ClusterEnv
 
 from jaxrel.config import JobConfig
-from jaxrel.exit_codes import DivergedError, FailedError, PreemptedError
-from jaxrel.mesh.rendezvous import meet
+from jaxrel.exit_codes import DivergedError, FailedError, PreemptedError, UsageError
+from jaxrel.mesh.rendezvous import is_loopback, meet
 
 CPU_THREADS = 16
 """Threads of XLA's pool in each process, whatever the machine."""
@@ -37,7 +38,8 @@ def joined(job: JobConfig, *, heartbeat_timeout_s: int = 100) -> Iterator[None]:
 
     A normal end waits for the others, and so does one that all processes come to at the same
     step. On any other exception this process leaves without waiting: a dead peer never comes
-    to that barrier. Raises FailedError naming missing processes.
+    to that barrier. Raises FailedError naming missing processes, and UsageError when JAX is to
+    detect a job and finds none.
     """
     if job.coordinator is None and not job.detect:
         yield
@@ -45,17 +47,18 @@ def joined(job: JobConfig, *, heartbeat_timeout_s: int = 100) -> Iterator[None]:
     # Gloo carries collectives between CPU processes; other backends do not read this.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     token = os.environ.get("JAXREL_TOKEN", "")
-    if job.coordinator is not None:
-        assert job.process_id is not None and job.num_processes is not None  # config.check
-        meet(job.coordinator, job.process_id, job.num_processes, job.join_deadline_s, token)
+    coordinator, count, process, devices = _members(job)
+    meet(coordinator, process, count, job.join_deadline_s, token)
     try:
         jax.distributed.initialize(
-            job.coordinator,
-            job.num_processes,
-            job.process_id,
+            coordinator,
+            count,
+            process,
+            devices,
             initialization_timeout=max(1, int(job.join_deadline_s)),
             heartbeat_timeout_seconds=heartbeat_timeout_s,
-            coordinator_bind_address=job.coordinator,  # JAX's default listens on every address
+            # JAX's default listens on every address.
+            coordinator_bind_address=coordinator if is_loopback(coordinator) else None,
         )
     except (RuntimeError, ValueError) as error:
         raise FailedError(f"job: could not be joined: {' '.join(str(error).split())}") from error
@@ -65,3 +68,21 @@ def joined(job: JobConfig, *, heartbeat_timeout_s: int = 100) -> Iterator[None]:
         jax.distributed.shutdown()
         raise
     jax.distributed.shutdown()
+
+
+def _members(job: JobConfig) -> tuple[str, int, int, Sequence[int] | None]:
+    """Coordinator, number of processes, this process, and its local devices where JAX chooses."""
+    if not job.detect:
+        assert job.coordinator and job.num_processes and job.process_id is not None  # config.check
+        return job.coordinator, job.num_processes, job.process_id, None
+    # What `initialize` would find by itself; there is no public name for it.
+    found = ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, None, max(1, int(job.join_deadline_s))
+    )
+    coordinator, count, process, devices = found
+    if coordinator is None or count is None or process is None:
+        raise UsageError(
+            "job.detect: got true: JAX detects no cluster here; give job.coordinator,"
+            " job.num_processes and job.process_id"
+        )
+    return coordinator, count, process, devices

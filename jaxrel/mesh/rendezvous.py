@@ -7,6 +7,7 @@ reports to it, and it answers all of them alike; then the port is JAX's.
 
 import contextlib
 import hmac
+import ipaddress
 import json
 import socket
 import time
@@ -28,38 +29,46 @@ def meet(
     host, _, port = coordinator.rpartition(":")
     address = (host.strip("[]"), int(port))
     ends = time.monotonic() + deadline_s
+    if num_processes == 1:
+        return
     if process_id == 0:
-        _host(address, num_processes, ends, deadline_s, token)
+        _host(coordinator, num_processes, ends, deadline_s, token)
     else:
         _report(address, process_id, ends, deadline_s, token)
         _wait_for_port(address, ends)
 
 
-def _host(address: tuple[str, int], count: int, ends: float, deadline_s: float, token: str) -> None:
-    family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
-    with socket.socket(family, socket.SOCK_STREAM) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def is_loopback(coordinator: str) -> bool:
+    """Whether `coordinator`, `host:port`, is spelt as an address of this machine alone.
+
+    A machine's own name may resolve to a loopback address on that machine and to another one
+    elsewhere, so names other than localhost are not.
+    """
+    host = coordinator.rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _host(coordinator: str, count: int, ends: float, deadline_s: float, token: str) -> None:
+    """Process 0's part: count the reports, then answer them all alike."""
+    here: dict[int, socket.socket] = {}
+    with _listen(coordinator, count) as server:
         try:
-            server.bind(address)
-        except OSError as error:
-            raise FailedError(
-                f"job.coordinator: got {address[0]}:{address[1]}: process 0 cannot listen there:"
-                f" {error.strerror}"
-            ) from None
-        server.listen(count)
-        here: dict[int, socket.socket] = {}
-        try:
-            while len(here) < count - 1 and (left := ends - time.monotonic()) > 0:
+            while True:
+                here = {p: peer for p, peer in here.items() if _waits(peer)}
+                left = ends - time.monotonic()
+                if len(here) == count - 1 or left <= 0:
+                    break
                 server.settimeout(left)
                 try:
                     peer, _ = server.accept()
                     process = _hello(peer, token)
                 except (OSError, ValueError):
                     continue  # out of time, or a stranger
-                if process is None or not 0 < process < count:
-                    peer.close()
-                    continue
-                here[process] = peer  # a process that was restarted reports again
+                if process is not None and 0 < process < count:
+                    here[process] = peer  # a process that was restarted reports again
             missing = [p for p in range(1, count) if p not in here]
             for peer in here.values():
                 _send(peer, {"missing": missing})
@@ -67,7 +76,38 @@ def _host(address: tuple[str, int], count: int, ends: float, deadline_s: float, 
             for peer in here.values():
                 peer.close()
     if missing:
-        raise FailedError(_absent(missing, count, deadline_s))
+        raise FailedError(_absent(missing, deadline_s))
+
+
+def _listen(coordinator: str, count: int) -> socket.socket:
+    """A server on the coordinator's port: on loopback if it is there, else on all addresses."""
+    host, _, port = coordinator.rpartition(":")
+    try:
+        if is_loopback(coordinator):
+            family, _, _, _, address = socket.getaddrinfo(
+                host.strip("[]"), int(port), type=socket.SOCK_STREAM
+            )[0]
+            return socket.create_server(address[:2], family=family, backlog=count)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(
+            ("", int(port)), family=family, backlog=count, dualstack_ipv6=both
+        )
+    except OSError as error:
+        raise FailedError(
+            f"job.coordinator: got {coordinator}: process 0 cannot listen there: {error.strerror}"
+        ) from None
+
+
+def _waits(peer: socket.socket) -> bool:
+    """Whether a process that reported is still there."""
+    peer.setblocking(False)
+    try:
+        return peer.recv(1, socket.MSG_PEEK) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 def _hello(peer: socket.socket, token: str) -> int | None:
@@ -93,11 +133,11 @@ def _report(
         except (OSError, ValueError):
             time.sleep(_POLL_S)
             continue
-        if not isinstance(answer, dict):
-            time.sleep(_POLL_S)  # process 0 went away before all were there
+        if not isinstance(answer, dict) or "missing" not in answer:
+            time.sleep(_POLL_S)  # process 0 went away, or this socket met itself on a local port
             continue
         if answer["missing"]:
-            raise FailedError(f"{_absent(answer['missing'], None, deadline_s)} (told by process 0)")
+            raise FailedError(f"{_absent(answer['missing'], deadline_s)} (told by process 0)")
         return
     raise FailedError(
         f"job.coordinator: got {where}: process 0 did not answer there within {deadline_s:g} s"
@@ -116,10 +156,11 @@ def _wait_for_port(address: tuple[str, int], ends: float) -> None:
 
 def _send(peer: socket.socket, message: dict[str, object]) -> None:
     with contextlib.suppress(OSError):  # it is gone; whoever waits for it has a deadline
+        peer.settimeout(5.0)
         peer.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _absent(missing: Iterable[int], count: int | None, deadline_s: float) -> str:
-    names = ", ".join(str(p) for p in missing)
-    of = f" of {count}" if count else ""
-    return f"job: missing processes after {deadline_s:g} s: {names}{of}"
+def _absent(missing: Iterable[int], deadline_s: float) -> str:
+    names = [str(p) for p in missing]
+    who = f"process {names[0]} is" if len(names) == 1 else f"processes {', '.join(names)} are"
+    return f"job: {who} missing after {deadline_s:g} s"
