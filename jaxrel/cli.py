@@ -8,12 +8,13 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import os
 import re
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_type_hints
+from typing import NoReturn, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
@@ -42,6 +43,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             traceback.print_exc()
         return int(ExitCode.FAILED)
+
+
+def command() -> NoReturn:
+    """The `jaxrel` command: `main`, then out at once.
+
+    Python itself would first wait for every thread, also for a reader that is stuck or a save
+    that is overdue.
+    """
+    code = main()
+    try:
+        print(end="", flush=True)
+    except OSError:
+        code = code or int(ExitCode.FAILED)  # what was reported did not arrive
+    os._exit(code)
 
 
 def train(args: Namespace, config: Config) -> int:
@@ -223,4 +238,4 @@ def _one_line(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

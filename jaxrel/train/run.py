@@ -3,7 +3,6 @@
 Everything that can be refused is refused before anything is compiled or written.
 """
 
-import os
 import sys
 from dataclasses import replace
 from functools import partial
@@ -36,13 +35,8 @@ def train(config: Config) -> int:
     fix_cpu_threads()
     if config.mesh.cpu_devices is not None:
         use_cpu_devices(config.mesh.cpu_devices)
-    try:
-        with joined(config.job), StopSignal() as stop:
-            _train(config, stop)
-    except BaseException as error:
-        if jax.distributed.is_initialized():
-            _leave(error)
-        raise
+    with joined(config.job), StopSignal() as stop:
+        _train(config, stop)
     return ExitCode.OK
 
 
@@ -142,19 +136,3 @@ def _check_vocabulary(config: Config, feed: Feed) -> None:
         raise UsageError(
             f"model.vocabulary: got {config.model.vocabulary}: the corpus has {tokens} token ids"
         )
-
-
-def _leave(error: BaseException) -> None:
-    """Leave a job of several processes without waiting for peers that may be dead."""
-    code = getattr(error, "code", ExitCode.FAILED)
-    if isinstance(error, KeyboardInterrupt):
-        code = 130
-    if code == ExitCode.PREEMPTED:
-        return  # all processes stop at the same step: a normal end
-    if hasattr(error, "code"):
-        print(f"jaxrel: {' '.join(str(error).split())}", file=sys.stderr)
-    else:
-        sys.excepthook(type(error), error, error.__traceback__)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(int(code))
