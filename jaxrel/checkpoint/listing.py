@@ -37,7 +37,7 @@ def scan(directory: epath.PathLike) -> list[Entry]:
     directory = epath.Path(directory)
     try:
         paths = sorted(directory.iterdir(), key=lambda path: path.name)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     entries = []
     for path in paths:

@@ -182,39 +182,43 @@ def _global_square(
     """Squared norm of the gradient, summed in blocks and in an order that no mesh changes."""
     flat = zip(jax.tree.leaves(leaves, is_leaf=_is_layout), jax.tree.leaves(grads), strict=True)
     sums = [(leaf, _block_squares(layout, leaf, how.fence(g * g, zero))) for leaf, g in flat]
-    whole = [fold(s) for leaf, s in sums if leaf.axis is None]
-    own = [s for leaf, s in sums if leaf.axis is not None]
-    if own:
-        # A device's place on a sharded axis is f*D + d: gather over data first, then fsdp.
-        table = lax.all_gather(lax.all_gather(jnp.concatenate(own), "data"), "fsdp")
-        table = table.reshape(layout.shards, -1)
-        ends = list(accumulate(len(s) for s in own))
-        whole += [fold(part.reshape(-1)) for part in jnp.split(table, ends[:-1], axis=1)]
-    return fold(jnp.stack(whole))
+    # A device's place on a sharded axis is f*D + d: gather over data first, then fsdp.
+    row = jnp.concatenate([blocks for _, blocks in sums])
+    table = lax.all_gather(lax.all_gather(row, "data"), "fsdp").reshape(layout.shards, -1)
+    parts = jnp.split(table, list(accumulate(len(blocks) for _, blocks in sums))[:-1], axis=1)
+    # A replicated parameter has all of its blocks in every row: the first will do.
+    own = [
+        (p[0] if leaf.axis is None else p.reshape(-1))
+        for (leaf, _), p in zip(sums, parts, strict=True)
+    ]
+    return fold(jnp.stack([fold(blocks) for blocks in own]))
 
 
 def _block_squares(layout: Layout, leaf: LeafLayout, squares: jax.Array) -> jax.Array:
     """Sum of each block of this device's part of a parameter, [blocks here].
 
-    The shape becomes [blocks, parts of other mesh axes, elements of one part], with axes
-    split so that no device's elements move before its own part is summed.
+    Axes are split into blocks, parts of other mesh axes and the elements of one part. The
+    elements are summed first, so that nothing moves between devices before it is small.
     """
     here = leaf.blocks if leaf.axis is None else leaf.blocks // layout.shards
-    split, first, second = [], [], []
+    sizes: list[int] = []
+    kinds: list[str] = []
     for i, size in enumerate(squares.shape):
         name = leaf.spec[i] if i < len(leaf.spec) else None
-        outer = layout.mesh.shape[name] if isinstance(name, str) else 1
+        outer, kind = layout.mesh.shape[name] if isinstance(name, str) else 1, "part"
         if i - squares.ndim == leaf.block_axis:
-            outer, first = here, [len(split)]
-        elif outer > 1:
-            second.append(len(split))
-        split += [outer, size // outer]
-    rest = [i for i in range(len(split)) if i not in first + second]
-    x = squares.reshape(split).transpose(first + second + rest)
-    x = x.reshape(*x.shape[: len(first + second)], -1) if first else x.reshape(1, -1)
-    while x.ndim > 1:
-        x = fold(x, axis=-1)
-    return x
+            outer, kind = here, "block"
+        if outer > 1 or kind == "block":
+            sizes, kinds = [*sizes, outer], [*kinds, kind]
+        if kinds and kinds[-1] == "element":
+            sizes[-1] *= size // outer  # one long axis is summed in fewer operations than two
+        else:
+            sizes, kinds = [*sizes, size // outer], [*kinds, "element"]
+    x = squares.reshape(sizes)
+    for kind in ("element", "part"):
+        for axis in reversed([i for i, k in enumerate(kinds) if k == kind]):
+            x, kinds = fold(x, axis), kinds[:axis] + kinds[axis + 1 :]
+    return x.reshape(here if leaf.block_axis is not None else 1)
 
 
 def _is_layout(x: Any) -> bool:

@@ -36,12 +36,12 @@ def fold(x: jax.Array, axis: int = 0) -> jax.Array:
     The order is written out, so every compiler and every surrounding program keeps it;
     that of `jnp.sum` depends on what it is fused with.
     """
-    x = jnp.moveaxis(x, axis, -1)
-    while (size := x.shape[-1]) > 1:
+    while (size := x.shape[axis]) > 1:
         half = size // 2
-        top = x[..., :half] + x[..., half : 2 * half]
-        x = jnp.concatenate([top, x[..., 2 * half :]], axis=-1) if size % 2 else top
-    return x[..., 0]
+        low, high = (lax.slice_in_dim(x, i * half, (i + 1) * half, axis=axis) for i in range(2))
+        rest = lax.slice_in_dim(x, 2 * half, size, axis=axis)
+        x = jnp.concatenate([low + high, rest], axis) if size % 2 else low + high
+    return lax.squeeze(x, [axis])
 
 
 def sum_over_groups(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,15 +11,18 @@ import numpy as np
 import optax
 import pytest
 
+from jaxrel.checkpoint import Checkpointer
 from jaxrel.digest import leaf_words_numpy, state_digest, tree_words
 from jaxrel.exit_codes import UsageError
 from jaxrel.gather import gather
+from jaxrel.models import transformer
 from jaxrel.train.step import make_train_step
 from tests.train import toys
 
 
 def with_mlp(where: Any, hook: bool = True, **options: Any) -> Any:
     init_fn, loss_fn = toys.mlp(hook=hook)
+    options = {"axes": toys.MLP_AXES, "rules": toys.RULES} | options
     options = {"groups": 8, "reduction": "invariant", "clip_norm": 1.0} | options
     optimizer = options.pop("optimizer", optax.adamw(1e-2))
     return make_train_step(init_fn, loss_fn, optimizer, where, **options)
@@ -36,9 +40,9 @@ def run_mlp(step: Any, steps: int = 3) -> Any:
 @pytest.mark.parametrize(
     ("remat", "dtype", "meshes"),
     [
-        ("full", "float32", [(1, 1), (1, 8), (8, 1), (2, 2)]),
-        ("none", "bfloat16", [(1, 1), (2, 4)]),
-        ("dots", "float32", [(2, 1), (1, 4)]),
+        ("full", "float32", [(1, 1), (2, 4)]),
+        ("none", "bfloat16", [(1, 2), (8, 1)]),
+        ("dots", "float32", [(2, 1), (1, 8)]),
     ],
 )
 def test_the_same_bits_on_every_mesh(remat: Any, dtype: Any, meshes: Any) -> None:
@@ -65,53 +69,65 @@ def test_another_seed_is_another_digest() -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-@pytest.mark.parametrize("hook", [True, False])
-@pytest.mark.parametrize("groups", [2, 8, 16])
-def test_the_same_bits_with_as_many_groups_as_devices_and_more(groups: int, hook: bool) -> None:
-    digests = {}
-    for data, fsdp in [(1, 1), (2, 1), (1, 2), (4, 2), (1, 8), (8, 1)]:
-        if data * fsdp <= groups:
-            step = with_mlp(toys.mesh(data, fsdp), hook=hook, groups=groups)
-            digests[data, fsdp] = run_mlp(step)[0]
-    assert len(set(digests.values())) == 1, digests
+@pytest.mark.parametrize(
+    ("groups", "hook", "meshes"),
+    [
+        (2, True, [(1, 1), (1, 2)]),
+        (8, True, [(1, 1), (4, 2), (8, 1)]),
+        (16, False, [(1, 1), (2, 1), (1, 8)]),  # one row a group
+    ],
+)
+def test_the_same_bits_with_as_many_groups_as_devices_and_more(
+    groups: int, hook: bool, meshes: Any
+) -> None:
+    digests = [
+        run_mlp(with_mlp(toys.mesh(*where), hook=hook, groups=groups))[0] for where in meshes
+    ]
+    assert len(set(digests)) == 1
 
 
 def reference(step: Any, loss_fn: Any, batch: Any, groups: int) -> Any:
     """Loss and gradient of each group, one at a time, on one device, by plain JAX."""
-    state = jax.device_get(step.init(0))
-    rng = jax.random.fold_in(state.rng, 0)
+    state = step.init(0)
+    params, rng = jax.device_get(state.params), jax.device_get(jax.random.key_data(state.rng))
+    rng = jax.random.fold_in(jax.random.wrap_key_data(rng), 0)
+    one = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
     values = []
     for g in range(groups):
         rows = jax.tree.map(lambda x, g=g: x.reshape(groups, -1, *x.shape[1:])[g], batch)
-        key = jax.random.fold_in(rng, g)
-        values.append(jax.value_and_grad(loss_fn, has_aux=True)(state.params, rows, key))
+        values.append(one(params, rows, jax.random.fold_in(rng, g)))
     losses = np.array([float(loss) for (loss, _), _ in values])
-    norms = np.array([float(optax.global_norm(g)) for _, g in values])
+    norms = np.array([float(optax.tree.norm(g)) for _, g in values])
     mean = jax.tree.map(lambda *g: np.mean(np.stack(g), axis=0), *[g for _, g in values])
     return losses, norms, mean
 
 
-@pytest.mark.parametrize("where", [(4, 1, 1), (1, 4, 1), (2, 2, 2), (1, 1, 2), (1, 1, 1)])
-@pytest.mark.parametrize("reduction", ["fast", "invariant"])
+@pytest.mark.parametrize(
+    ("where", "reduction"),
+    [
+        ((4, 1, 1), "fast"),
+        ((1, 4, 1), "invariant"),
+        ((2, 2, 2), "fast"),
+        ((2, 2, 2), "invariant"),
+        ((1, 1, 2), "invariant"),
+        ((1, 1, 1), "fast"),
+    ],
+)
 def test_group_values_are_those_of_one_group_at_a_time(where: Any, reduction: str) -> None:
-    from jaxrel.models import transformer
-
-    step = toys.transformer_step(toys.MODEL, toys.mesh(*where), reduction=reduction)
-    losses, norms, mean = reference(
-        step, transformer.loss_fn(toys.MODEL), toys.tokens(0), toys.GROUPS
-    )
-    _, record = step(step.init(0), step.place(toys.tokens(0)))
+    step = with_mlp(toys.mesh(*where), reduction=reduction)
+    losses, norms, mean = reference(step, toys.mlp()[1], toys.points(0), 8)
+    _, record = step(step.init(0), step.place(toys.points(0)))
     np.testing.assert_allclose(record.group_loss, losses, rtol=1e-5)
     np.testing.assert_allclose(record.group_grad_norm, norms, rtol=1e-5)
     np.testing.assert_allclose(record.loss, losses.mean(), rtol=1e-5)
-    np.testing.assert_allclose(record.grad_norm, optax.global_norm(mean), rtol=1e-5)
+    np.testing.assert_allclose(record.grad_norm, optax.tree.norm(mean), rtol=1e-5)
     ranks = step.layout.rank_values(record.group_grad_norm)
     by_place = norms[step.layout.group_ids()]  # [data, local groups, fsdp]
     np.testing.assert_allclose(ranks, np.sqrt(np.mean(by_place**2, axis=1)), rtol=1e-5)
 
 
 def test_the_update_is_that_of_optax() -> None:
-    init_fn, loss_fn = toys.mlp()
+    _, loss_fn = toys.mlp()
     step = with_mlp(toys.mesh(2, 2), clip_norm=0.1)
     _, _, mean = reference(step, loss_fn, toys.points(0), 8)
     before = jax.device_get(step.init(0))
@@ -134,28 +150,44 @@ def test_the_record_digests_the_new_state() -> None:
 
 
 def test_a_tensor_axis_changes_no_bit_while_its_degree_stays() -> None:
-    steps = [toys.transformer_step(toys.MODEL, toys.mesh(*m)) for m in [(1, 1, 2), (2, 2, 2)]]
-    assert len({toys.run(step)[0] for step in steps}) == 1
+    meshes = [(1, 1, 2), (2, 2, 2), (1, 4, 2)]
+    assert len({run_mlp(with_mlp(toys.mesh(*m)))[0] for m in meshes}) == 1
 
 
-def test_fast_on_three_axes_follows_the_invariant_run() -> None:
-    invariant = toys.transformer_step(toys.MODEL, toys.mesh(1, 8))
-    fast = toys.transformer_step(toys.MODEL, toys.mesh(2, 2, 2), reduction="fast")
-    for a, b in zip(toys.run(invariant, 8)[1], toys.run(fast, 8)[1], strict=True):
-        np.testing.assert_allclose(a.loss, b.loss, atol=2e-4)
+def test_fast_on_three_axes_follows_the_invariant_run_also_after_a_resume(tmp_path: Path) -> None:
+    options = {"optimizer": optax.adamw(3e-3)}
+    invariant = toys.transformer_step(toys.MODEL, toys.mesh(1, 8), **options)
+    fast = toys.transformer_step(toys.MODEL, toys.mesh(2, 2, 2), reduction="fast", **options)
+    wanted = [float(record.loss) for record in toys.run(invariant, 60)[1]]
+    group_losses, norms, _ = reference(
+        fast, transformer.loss_fn(toys.MODEL), toys.tokens(0), toys.GROUPS
+    )
+    state, losses = fast.init(0), []
+    for i in range(60):
+        state, record = fast(state, fast.place(toys.tokens(i)))
+        losses.append(float(record.loss))
+        if i == 0:
+            np.testing.assert_allclose(record.group_loss, group_losses, rtol=1e-5)
+            np.testing.assert_allclose(record.group_grad_norm, norms, rtol=1e-5)
+        if i == 29:
+            with Checkpointer(tmp_path) as checkpoints:
+                checkpoints.save(30, state)
+                checkpoints.wait()
+                state, _ = checkpoints.restore(fast.abstract_state)
+    np.testing.assert_allclose(losses, wanted, atol=2e-4)
 
 
 @pytest.mark.core
 def test_what_is_not_finite_is_kept_out() -> None:
     step = with_mlp(toys.mesh(2, 2))
     state, _ = step(step.init(0), step.place(toys.points(0)))
-    before = jax.device_get(state)
+    before = jax.device_get((state.params, state.opt_state))
     bad = toys.points(1)
     bad["x"][5, 3] = np.nan
     after, record = step(state, step.place(bad))
     assert not record.finite
     assert np.flatnonzero(~np.isfinite(record.group_loss)).tolist() == [5 * 8 // toys.ROWS]
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
+    jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state), before)
     assert int(after.step) == 1
     good, record = step(after, step.place(toys.points(1)))
     assert record.finite and int(good.step) == 2
@@ -164,7 +196,7 @@ def test_what_is_not_finite_is_kept_out() -> None:
 def test_a_gradient_that_overflows_is_kept_out_too() -> None:
     step = with_mlp(toys.mesh(1, 2))
     batch = toys.points(0)
-    batch["y"][0] = 1e19  # its square is finite, that of the gradient is not
+    batch["x"][0], batch["y"][0] = 1e4, 1e18  # the loss is 1e36, the gradient's square 1e44
     after, record = step(step.init(0), step.place(batch))
     assert np.isfinite(record.loss) and not record.finite
     assert int(after.step) == 0
@@ -216,7 +248,6 @@ def test_gather_is_the_identity_outside_a_step() -> None:
     [
         (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "reduce_sum"),
         (optax.adafactor(1e-3), None),
-        (optax.lamb(1e-3), None),
     ],
 )
 def test_invariant_refuses_optimizers_that_mix_elements(optimizer: Any, operation: Any) -> None:
@@ -257,7 +288,7 @@ def test_wrong_combinations_are_refused(where: Any, options: Any, words: str) ->
 
 def test_fast_takes_any_number_of_devices_that_divides_the_groups() -> None:
     step = with_mlp(toys.mesh(3, 1), groups=6, reduction="fast")
-    state, record = step(step.init(0), step.place(jax.tree.map(lambda x: x[:12], toys.points(0))))
+    _, record = step(step.init(0), step.place(jax.tree.map(lambda x: x[:12], toys.points(0))))
     losses, norms, _ = reference(
         step, toys.mlp()[1], jax.tree.map(lambda x: x[:12], toys.points(0)), 6
     )

@@ -18,9 +18,16 @@ from jaxrel.train.step import StepRecord, TrainStep, make_train_step
 
 ROWS, SEQUENCE, GROUPS = 16, 16, 8
 MODEL = ModelConfig(
-    layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=64, vocabulary=64, dropout=0.1
+    layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, mlp=64, vocabulary=64, dropout=0.1
 )
 RULES = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocabulary": "tensor"}
+
+
+MLP_AXES = {
+    "layers": {"w": (None, None, "mlp"), "b": (None, "mlp")},
+    "out": (None,),
+    "odd": (None,),
+}
 
 
 def mesh(data: int, fsdp: int, tensor: int = 1) -> Mesh:
