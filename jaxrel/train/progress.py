@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 _WINDOW = 20
 """Steps over which the rate is measured."""
@@ -43,8 +43,8 @@ class ProgressLine:
         self.total, self.tokens, self.every, self.clock = total, tokens_per_step, every, clock
         self.console = console or _Console(stderr=True, highlight=False, soft_wrap=True)
         self._times: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
-        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn()
-        text = TextColumn("{task.fields[text]}")
+        columns = TextColumn("step {task.completed}/{task.total}"), BarColumn()
+        text = TextColumn("{task.fields[text]}")  # of the three only the bar may shrink
         bar = Progress(*columns, text, console=self.console, disable=not self.console.is_terminal)
         self._bar, self._task = bar, bar.add_task("", total=total, text="")
 

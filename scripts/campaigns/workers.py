@@ -41,13 +41,10 @@ class Worker:
         environment: Mapping[str, str] = {},
     ) -> None:
         """Start it on run directory `run`; `cache` is shared by workers to compile once."""
-        command = [sys.executable, "-m", "jaxrel.cli", "train", "scripts/configs/tiny.yaml"]
-        for key, value in {**SMALL, "run.dir": run, **flags}.items():
-            command += [f"--{key}", str(value)]
         self.process = subprocess.Popen(
-            command,
+            self.command(run, flags),
             cwd=ROOT,
-            env={**_environment(cache), **environment},
+            env={**self.environment(cache), **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -57,6 +54,25 @@ class Worker:
         self._queue: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    @staticmethod
+    def command(run: Path, flags: Mapping[str, Any]) -> list[str]:
+        """The command line."""
+        command = [sys.executable, "-m", "jaxrel.cli", "train", "scripts/configs/tiny.yaml"]
+        for key, value in {**SMALL, "run.dir": run, **flags}.items():
+            command += [f"--{key}", str(value)]
+        return command
+
+    @staticmethod
+    def environment(cache: Path) -> dict[str, str]:
+        """This process's environment without a launcher's variables, and with the cache."""
+        mine = {name: value for name, value in os.environ.items() if name[:7] != "JAXREL_"}
+        return mine | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
 
     def wait_for(self, pattern: str, timeout_s: float = 120.0) -> str:
         """The next line in which `pattern` is found. Raises AssertionError if none comes."""
@@ -100,13 +116,3 @@ def final_digest(lines: list[str]) -> str:
     found = re.search(r"finished: step \d+, state digest ([0-9a-f]{32})$", lines[-1])
     assert found, lines
     return found[1]
-
-
-def _environment(cache: Path) -> dict[str, str]:
-    mine = {name: value for name, value in os.environ.items() if not name.startswith("JAXREL_")}
-    return mine | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
