@@ -9,13 +9,15 @@ flipped bit always changes both.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 # Odd constants of well-known multiplicative hashes (golden ratio, xxHash32, murmur3); one
 # row a lane: column index, row index, first and second multiplication.
@@ -30,17 +32,23 @@ def dtype_name(x: Any) -> str:
     return str(x.dtype)
 
 
-def leaf_words(x: jax.Array) -> jax.Array:
+def leaf_words(
+    x: jax.Array, start: Sequence[Any] | None = None, shape: Sequence[int] | None = None
+) -> jax.Array:
     """The digest of one array of any shape and dtype: uint32 [2].
 
     An element's index is two words, its last axis and its row (all other axes, flattened),
-    so that arrays of more than 2**32 elements keep distinct indices.
+    so that arrays of more than 2**32 elements keep distinct indices. For a shard, `start`
+    is the index of its first element in the whole array of `shape`: the digests of all
+    shards sum, modulo 2**32, to that of the whole. (Not for random keys: give key data.)
     """
     x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    start, shape = tuple(start or (0,) * x.ndim), tuple(shape or x.shape)
+    if _is_key(x):
         x = jax.random.key_data(x)
+        start, shape = (0,) * x.ndim, x.shape
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag], axis=-1)
+        x, start, shape = jnp.stack([x.real, x.imag], axis=-1), (*start, 0), (*shape, 2)
     if x.dtype == jnp.bool_ or _is_narrow(x.dtype):
         x = x.astype(jnp.int8)
     x = jnp.atleast_1d(x)
@@ -48,12 +56,13 @@ def leaf_words(x: jax.Array) -> jax.Array:
     words = lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
     if x.dtype.itemsize == 8:  # two words an element, on a last axis twice as long
         words = words.reshape(*x.shape[:-1], 2 * x.shape[-1])
-    column = lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)
+    start, shape = start or (0,), shape or (1,)
+    per_element = 2 if x.dtype.itemsize == 8 else 1
+    column = _index(words, words.ndim - 1, start[-1] * per_element)
     row, stride = jnp.zeros_like(column), 1
     for axis in reversed(range(words.ndim - 1)):
-        index = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        row = row + index * jnp.uint32(stride & 0xFFFFFFFF)
-        stride *= words.shape[axis]
+        row = row + _index(words, axis, start[axis]) * jnp.uint32(stride & 0xFFFFFFFF)
+        stride *= shape[axis]
     lanes = []
     for c, r, m1, m2 in _LANES:
         h = (words ^ (column * jnp.uint32(c) + row * jnp.uint32(r))) * jnp.uint32(m1)
@@ -64,8 +73,17 @@ def leaf_words(x: jax.Array) -> jax.Array:
     return jnp.stack(sums)
 
 
+def _index(words: jax.Array, axis: int, start: Any) -> jax.Array:
+    index = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+    return index + jnp.asarray(start).astype(jnp.uint32)
+
+
 def _add_lanes(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return a[0] + b[0], a[1] + b[1]
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _is_narrow(dtype: Any) -> bool:
@@ -102,6 +120,36 @@ def leaf_words_numpy(x: Any) -> np.ndarray:
 def tree_words(tree: Any) -> jax.Array:
     """The digests of all leaves, in the order of `jax.tree.leaves`: uint32 [leaves, 2]."""
     return jnp.stack([leaf_words(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def sharded_tree_words(tree: Any, specs: Any, mesh: Mesh) -> jax.Array:
+    """`tree_words` of arrays on `mesh`, with one collective: uint32 [leaves, 2].
+
+    Runs under `jit`. `specs` has a PartitionSpec for every leaf.
+    """
+    leaves = jax.tree.leaves(tree)
+    flat = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
+    leaves = [jax.random.key_data(x) if _is_key(x) else x for x in leaves]
+    shapes = [x.shape for x in leaves]
+
+    def words(shards: list[jax.Array]) -> jax.Array:
+        table = [
+            _shard_words(x, shape, spec, mesh)
+            for x, shape, spec in zip(shards, shapes, flat, strict=True)
+        ]
+        return lax.psum(jnp.stack(table), mesh.axis_names)
+
+    return jax.shard_map(words, mesh=mesh, in_specs=(flat,), out_specs=P(), check_vma=False)(leaves)
+
+
+def _shard_words(x: jax.Array, shape: tuple[int, ...], spec: P, mesh: Mesh) -> jax.Array:
+    """This device's part of a digest; nothing from those that hold only a replica."""
+    axes = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec]
+    axes += [()] * (x.ndim - len(axes))
+    start = [lax.axis_index(a) * n if a else 0 for a, n in zip(axes, x.shape, strict=True)]
+    others = [a for a in mesh.axis_names if a not in sum(axes, ())]
+    mine = lax.axis_index(tuple(others)) == 0 if others else True
+    return jnp.where(mine, leaf_words(x, start, shape), jnp.uint32(0))
 
 
 def leaf_paths(tree: Any) -> list[str]:

@@ -227,3 +227,21 @@ def test_an_index_beyond_32_bits_still_counts() -> None:
     for c, r, _, _ in digest._LANES:
         mixed = {(column * c + row * r) % 2**32 for row, column in places}
         assert len(mixed) == len(places)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", [(), ("a",), (None, "b"), (("b", "a"),), ("b", "a")])
+@pytest.mark.parametrize("dtype", [np.float32, np.int8, np.complex64])
+def test_shards_add_up_to_the_whole_with_one_collective(spec: Any, dtype: Any) -> None:
+    spec, mesh = (
+        PartitionSpec(*spec),
+        jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2),
+    )
+    x = np.random.default_rng(0).integers(-99, 99, (8, 8, 3)).astype(dtype)
+    tree = {"x": jax.device_put(x, NamedSharding(mesh, spec)), "key": jax.random.key(1)}
+    specs = {"x": spec, "key": PartitionSpec()}
+    words = jax.jit(lambda t: digest.sharded_tree_words(t, specs, mesh))
+    wanted = [digest.leaf_words_numpy(tree["key"]), digest.leaf_words_numpy(x)]
+    np.testing.assert_array_equal(words(tree), wanted)
+    text = words.lower(tree).compile().as_text()
+    assert sum(text.count(f" {c}(") for c in ("all-reduce", "all-gather", "all-to-all")) == 1

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxrel.digest import tree_words
+from jaxrel.digest import sharded_tree_words
 from jaxrel.exit_codes import UsageError
 from jaxrel.gather import gathered_by
 from jaxrel.mesh.layout import BATCH_SPEC, Layout
@@ -164,7 +164,7 @@ def make_train_step(
         new = TrainState(params, opt_state, count, state.rng)
         record = StepRecord(
             report.loss, report.grad_norm, report.group_loss, report.group_grad_norm,
-            report.metrics, finite, tree_words(new),
+            report.metrics, finite, sharded_tree_words(new, specs, mesh),
         )  # fmt: skip
         return new, record
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ def start(run: Path, compiled: Path, stderr: Any, **more: Any) -> subprocess.Pop
 @pytest.mark.usefixtures("undisturbed")  # compiles for the others
 def test_a_terminal_gets_a_live_line(tmp_path: Path, compiled: Path) -> None:
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 120))
     process = start(tmp_path / "run", compiled, theirs)
     os.close(theirs)
     seen = b""

@@ -204,9 +204,12 @@ def test_a_gradient_that_overflows_is_kept_out_too() -> None:
 
 def test_one_compilation() -> None:
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
-    )
+
+    def hear(event: str, duration_secs: float, **_: Any) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(hear)
     step = with_mlp(toys.mesh(2, 2), groups=4)
     state = step.init(0)
     batches = [step.place(toys.points(i)) for i in range(3)]
