@@ -168,8 +168,8 @@ def _report(
     k = layout.local_groups
     scalars, tree = jax.tree.flatten(aux)
     table = jnp.stack([x.astype(jnp.float32).reshape(k) for x in scalars], axis=-1)
-    table = lax.all_gather(lax.all_gather(table, "fsdp", axis=1), "data")  # [D, k, F, scalars]
-    table = table.reshape(layout.groups, -1)
+    table = lax.all_gather(table, ("data", "fsdp")).reshape(layout.data, layout.fsdp, k, -1)
+    table = table.swapaxes(1, 2).reshape(layout.groups, -1)
     group_loss, square, _ = jax.tree.unflatten(tree, list(table.T))
     loss, _, metrics = jax.tree.unflatten(tree, list(fold(table) / layout.groups))
     norm = jnp.sqrt(_global_square(layout, leaves, grads, how, zero))
@@ -182,9 +182,9 @@ def _global_square(
     """Squared norm of the gradient, summed in blocks and in an order that no mesh changes."""
     flat = zip(jax.tree.leaves(leaves, is_leaf=_is_layout), jax.tree.leaves(grads), strict=True)
     sums = [(leaf, _block_squares(layout, leaf, how.fence(g * g, zero))) for leaf, g in flat]
-    # A device's place on a sharded axis is f*D + d: gather over data first, then fsdp.
+    # A device's place on a sharded axis is f*D + d.
     row = jnp.concatenate([blocks for _, blocks in sums])
-    table = lax.all_gather(lax.all_gather(row, "data"), "fsdp").reshape(layout.shards, -1)
+    table = lax.all_gather(row, ("fsdp", "data")).reshape(layout.shards, -1)
     parts = jnp.split(table, list(accumulate(len(blocks) for _, blocks in sums))[:-1], axis=1)
     # A replicated parameter has all of its blocks in every row: the first will do.
     own = [

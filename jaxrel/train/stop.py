@@ -44,7 +44,8 @@ class StopSignal:
         """Whether to stop after `step`. Every process must ask after every step."""
         if jax_is_alone():
             return self._asked
-        return multihost_utils.reached_preemption_sync_point(step)
+        service = jax.config.jax_enable_preemption_service  # without it SIGTERM just kills
+        return service and multihost_utils.reached_preemption_sync_point(step)
 
     def unless_asked(self, wait: Callable[[], T]) -> T | None:
         """What `wait` returns, or None when SIGTERM came meanwhile and cut it short.
