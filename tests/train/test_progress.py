@@ -98,7 +98,7 @@ def test_a_console_that_fails_stops_nothing(
         progress.note("still here")
 
 
-def start(run: Path, compiled: Path, stderr: Any, **more: Any) -> subprocess.Popen[bytes]:
+def start(run: Path, compiled: Path, stderr: Any, **more: Any) -> subprocess.Popen[Any]:
     """The small run with its standard error going to `stderr`."""
     worker = Worker.command(run, {"mesh.cpu_devices": 8})
     return subprocess.Popen(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from jaxrel.checkpoint.listing import newest
@@ -141,3 +142,15 @@ def test_a_thread_changes_no_signal_handler() -> None:
     thread.start()
     thread.join()
     assert seen == [(False, True)]
+
+
+def test_a_job_without_the_preemption_service_is_never_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jaxrel.train.stop.jax_is_alone", lambda: False)
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        with StopSignal() as stop:
+            assert stop.asked(3) is False
+    finally:
+        jax.config.update("jax_enable_preemption_service", True)
