@@ -30,14 +30,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Shard:
     """This device's part of a parameter, inside a step.
 
-    `probe` [layers] or [] has as its cotangent the squared norm of the gradient that the
+    `value` is what is gathered and what receives the gradient: the same array, or the shard
+    over fsdp and the shard over fsdp and data of the same parameter. `probe` [layers] or [] has as its cotangent the squared norm of the gradient that the
     gathered parameter receives, before any reduction. `collect(value, probe, dtype)`
     returns the whole parameter.
     """
 
-    value: jax.Array
+    value: Any
     probe: jax.Array
-    collect: Callable[[jax.Array, jax.Array, Any], jax.Array]
+    collect: Callable[[Any, jax.Array, Any], jax.Array]
 
 
 def gather(tree: Any, dtype: Any = None) -> Any:

@@ -46,15 +46,18 @@ def make_backward(
 ) -> Callable[..., tuple[Any, BackwardReport]]:
     """(params, batch, step, rng) -> (mean gradient in the parameters' shardings, report)."""
     over_data = jax.tree.map(lambda leaf: partial(_all_gather, "data", layout.data, leaf), leaves)
-    collectors = jax.tree.map(lambda leaf: _collector(layout, leaf, how), leaves)
     specs = jax.tree.map(lambda leaf: leaf.manual, leaves)
     loops = how.loops(layout.local_groups)
+    over = ("fsdp",) if loops else ("fsdp", "data")
+    collectors = jax.tree.map(lambda leaf: _collector(layout, leaf, how, over), leaves)
 
     def backward(params: Any, batch: Any, step: Any, key_data: Any, impl: str) -> Any:
         rng = jax.random.fold_in(jax.random.wrap_key_data(key_data, impl=impl), step)
         zero = opaque_zero(step)
         # Gradients are of float32 copies, and so are summed in float32 whatever the parameters.
-        params = jax.tree.map(lambda f, x: f(x).astype(jnp.float32), over_data, params)
+        whole = jax.tree.map(lambda f, x: f(x).astype(jnp.float32), over_data, params)
+        # With one group a device, the sum over data follows at once, layer by layer.
+        params = whole if loops else jax.tree.map(lambda x: x.astype(jnp.float32), params)
         probes = _probes(params, hooked, zero)
 
         def one_group(x: Any) -> tuple[Any, Any]:
@@ -62,7 +65,7 @@ def make_backward(
             key = jax.random.fold_in(rng, _group_id(layout, j))
 
             def loss_of(params: Any, probes: Any) -> tuple[jax.Array, Any]:
-                return loss_fn(_prepare(params, probes, collectors, hooked), rows, key)
+                return loss_fn(_prepare(whole, params, probes, collectors, hooked), rows, key)
 
             (loss, metrics), (grads, squares) = jax.value_and_grad(
                 loss_of, argnums=(0, 1), has_aux=True
@@ -76,8 +79,9 @@ def make_backward(
             xs = jax.tree.map(lambda x: x[0], (rows, own))
         start = jax.tree.map(lambda x: jnp.full(x.shape, -0.0, jnp.float32), params)
         grads, aux = sum_over_groups(one_group, xs, loops, start)
-        reduce = partial(_reduce, "data", layout.data, how)
-        grads = jax.tree.map(lambda leaf, g: reduce(leaf, g) / layout.groups, leaves, grads)
+        if loops:
+            grads = jax.tree.map(partial(_reduce, "data", layout.data, how), leaves, grads)
+        grads = jax.tree.map(lambda g: g / layout.groups, grads)
         grads = how.fence(grads, zero)
         return grads, _report(layout, leaves, grads, aux, how, zero)
 
@@ -108,7 +112,9 @@ def _local(batch: Any, layout: Layout) -> Any:
 def _all_gather(name: str, size: int, leaf: LeafLayout, x: jax.Array) -> jax.Array:
     if leaf.axis is None or size == 1:
         return x
-    return lax.all_gather(x, name, axis=leaf.axis + x.ndim, tiled=True)
+    axis = leaf.axis + x.ndim
+    parts = jnp.moveaxis(lax.all_gather(x, name), 0, axis)
+    return parts.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
 def _reduce(name: str, size: int, how: Reduction, leaf: LeafLayout, g: jax.Array) -> jax.Array:
@@ -117,20 +123,28 @@ def _reduce(name: str, size: int, how: Reduction, leaf: LeafLayout, g: jax.Array
     return how.scatter(g, name, size, leaf.axis)
 
 
-def _collector(layout: Layout, leaf: LeafLayout, how: Reduction) -> Callable[..., Any]:
-    """The gather over fsdp whose backward pass is the reduction, and whose probe is the tap."""
+def _collector(
+    layout: Layout, leaf: LeafLayout, how: Reduction, over: tuple[str, ...]
+) -> Callable[..., Any]:
+    """The gather over fsdp whose backward pass is the reduction over the axes `over`.
+
+    It takes (what is gathered, what receives the gradient); its probe is the tap.
+    """
 
     @partial(jax.custom_vjp, nondiff_argnums=(2,))
-    def collect(value: jax.Array, probe: jax.Array, dtype: Any) -> jax.Array:
-        return _all_gather("fsdp", layout.fsdp, leaf, value.astype(dtype or leaf.dtype))
+    def collect(values: Any, probe: jax.Array, dtype: Any) -> jax.Array:
+        return _all_gather("fsdp", layout.fsdp, leaf, values[0].astype(dtype or leaf.dtype))
 
-    def forward(value: jax.Array, probe: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        return collect(value, probe, dtype), probe
+    def forward(values: Any, probe: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        return collect(values, probe, dtype), probe
 
-    def backward(dtype: Any, probe: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def backward(dtype: Any, probe: jax.Array, g: jax.Array) -> tuple[Any, jax.Array]:
         zero = lax.bitcast_convert_type(probe, jnp.uint32)
         g = how.fence(g.astype(jnp.float32), zero)
-        return _reduce("fsdp", layout.fsdp, how, leaf, g), jnp.sum(jnp.square(g))
+        square = jnp.sum(jnp.square(g))
+        for name in over:
+            g = _reduce(name, layout.mesh.shape[name], how, leaf, g)
+        return (None, g), square
 
     collect.defvjp(forward, backward)
     return collect
@@ -149,16 +163,18 @@ def _probes(params: Any, hooked: Mapping[str, bool], zero: jax.Array) -> dict[st
     return probes
 
 
-def _prepare(params: Any, probes: Any, collectors: Any, hooked: Mapping[str, bool]) -> Any:
+def _prepare(
+    whole: Any, params: Any, probes: Any, collectors: Any, hooked: Mapping[str, bool]
+) -> Any:
     """The parameters as the loss function sees them: `Shard`s where it gathers, else whole."""
 
-    def one(path: Any, collect: Any, value: jax.Array) -> Any:
+    def one(path: Any, collect: Any, value: jax.Array, target: jax.Array) -> Any:
         name = jax.tree_util.keystr(path[:1], simple=True)
         if name in hooked:
-            return Shard(value, probes[name], collect)
-        return collect(value, probes[""], None)
+            return Shard((value, target), probes[name], collect)
+        return collect((value, target), probes[""], None)
 
-    return jax.tree_util.tree_map_with_path(one, collectors, params)
+    return jax.tree_util.tree_map_with_path(one, collectors, whole, params)
 
 
 def _report(

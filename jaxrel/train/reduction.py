@@ -112,7 +112,9 @@ def _doubling_sum(x: jax.Array, name: str, size: int) -> jax.Array:
 def _xla_scatter(x: jax.Array, name: str, size: int, axis: int) -> jax.Array:
     if size == 1:
         return x
-    return lax.psum_scatter(x, name, scatter_dimension=axis + x.ndim, tiled=True)
+    axis += x.ndim
+    parts = x.reshape(*x.shape[:axis], size, -1, *x.shape[axis + 1 :])
+    return lax.psum_scatter(jnp.moveaxis(parts, axis, 0), name)
 
 
 def _xla_sum(x: jax.Array, name: str, size: int) -> jax.Array:
