@@ -30,10 +30,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Shard:
     """This device's part of a parameter, inside a step.
 
-    `value` is what is gathered and what receives the gradient: the same array, or the shard
-    over fsdp and the shard over fsdp and data of the same parameter. `probe` [layers] or [] has as its cotangent the squared norm of the gradient that the
-    gathered parameter receives, before any reduction. `collect(value, probe, dtype)`
-    returns the whole parameter.
+    `value` is what is gathered and what receives the gradient: the shard over fsdp, and the
+    same or the shard over fsdp and data. `probe` [layers] or [] has as its cotangent the
+    squared norm of the gradient that the gathered parameter receives, before any reduction.
+    `collect(value, probe, dtype)` returns the whole parameter.
     """
 
     value: Any

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -64,7 +65,7 @@ def held(state: Any) -> dict[Any, int]:
     """Bytes of the state on each device."""
     sizes: dict[Any, int] = {}
     for leaf in jax.tree.leaves(state):
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         for shard in leaf.addressable_shards:
             sizes[shard.device] = sizes.get(shard.device, 0) + shard.data.nbytes
