@@ -54,9 +54,8 @@ def test_a_loop_without_a_trip_count_is_not_guessed() -> None:
         count(HLO.replace('"n":"3"', '"m":"3"'))
 
 
-@pytest.mark.parametrize("data, fsdp", [(2, 2), (1, 1)])
-def test_bare_and_fast_are_the_same_mathematics(data: int, fsdp: int) -> None:
-    arms, structure = make_arms(QUICK, data, fsdp, ["fast"], quiet=True)
+def test_bare_and_fast_are_the_same_mathematics() -> None:
+    arms, structure = make_arms(QUICK, 2, 2, ["fast"], quiet=True)
     losses = {name: [arm.run() for _ in range(3)] for name, arm in arms.items()}
     np.testing.assert_allclose(losses["bare"], losses["fast"], rtol=1e-5)
     assert losses["bare"][0] != losses["bare"][2]  # it learns, so the third loss has updates in it
