@@ -15,8 +15,8 @@ from pathlib import Path
 
 from etils import epath
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
 
 from jaxrel.checkpoint import manifest
 from jaxrel.checkpoint.listing import newest
@@ -59,9 +59,10 @@ class Demo:
     def __init__(self, folder: Path, config: Path) -> None:
         self.folder, self.config = folder, config
         self.console = Console(highlight=False, soft_wrap=True)
-        self.progress = Progress(
-            TextColumn("{task.description:<44}"), BarColumn(30), MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"), TimeElapsedColumn(), console=self.console,
+        self.progress = Progress(  # only the bar may shrink
+            TextColumn("{task.description}"), TextColumn("{task.completed}/{task.total}"),
+            BarColumn(), TextColumn("{task.fields[text]}"),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)), console=self.console,
             disable=not self.console.is_terminal,
         )  # fmt: skip
 

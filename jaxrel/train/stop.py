@@ -44,7 +44,7 @@ class StopSignal:
         """Whether to stop after `step`. Every process must ask after every step."""
         if jax_is_alone():
             return self._asked
-        service = jax.config.jax_enable_preemption_service  # without it SIGTERM just kills
+        service = jax.config.read("jax_enable_preemption_service")  # without it SIGTERM just kills
         return service and multihost_utils.reached_preemption_sync_point(step)
 
     def unless_asked(self, wait: Callable[[], T]) -> T | None:
