@@ -44,8 +44,10 @@ class StopSignal:
         """Whether to stop after `step`. Every process must ask after every step."""
         if jax_is_alone():
             return self._asked
-        service = jax.config.read("jax_enable_preemption_service")  # without it SIGTERM just kills
-        return service and multihost_utils.reached_preemption_sync_point(step)
+        options: Any = jax.config  # its stubs do not know this one
+        if not options.jax_enable_preemption_service:
+            return False  # SIGTERM then just kills
+        return multihost_utils.reached_preemption_sync_point(step)
 
     def unless_asked(self, wait: Callable[[], T]) -> T | None:
         """What `wait` returns, or None when SIGTERM came meanwhile and cut it short.
