@@ -31,7 +31,7 @@ def make_bare_step(step: TrainStep, loss_fn: LossFn, optimizer: Any, clip_norm: 
     stored = jax.tree.map(lambda a: a.sharding.spec, step.abstract_state.params)
     # ZeRO: while the step computes, parameters are whole on the data axis.
     used = jax.tree.map(lambda spec: _without(spec, "data"), stored)
-    chain = optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+    chain: Any = optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
 
     def constrain(tree: Any, specs: Any) -> Any:
         return jax.tree.map(lambda x, s: lax.with_sharding_constraint(x, _on(mesh, s)), tree, specs)

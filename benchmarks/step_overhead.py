@@ -247,7 +247,7 @@ def main(args: Sequence[str] | None = None) -> None:
     use_cpu_devices(8)
     size = QUICK if given.quick else Size(sequence=given.sequence)
     seconds = 1.0 if given.quick else given.seconds
-    result = about_this_run([parser.prog, *(sys.argv[1:] if args is None else args)])
+    result = about_this_run([*parser.prog.split(), *(sys.argv[1:] if args is None else args)])
     result |= {"size": asdict(size), "meshes": []}
     for mesh in given.mesh:
         data, fsdp = (int(n) for n in mesh.split("x"))
