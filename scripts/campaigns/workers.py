@@ -1,8 +1,11 @@
 """Real `jaxrel train` processes: started, watched line by line, killed."""
 
+import contextlib
 import os
 import queue
+import random
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -109,6 +112,14 @@ class Worker:
                 self.lines.append(line.rstrip("\n"))
                 self._queue.put(line)
         self._queue.put("")
+
+
+def free_port() -> int:
+    """A port for a coordinator, below those that the kernel gives to whoever connects."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def final_digest(lines: list[str]) -> str:

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -13,14 +12,9 @@ from typing import Any
 import pytest
 
 from jaxrel.exit_codes import ExitCode
-from scripts.campaigns.workers import ROOT, Worker
+from scripts.campaigns.workers import ROOT, Worker, free_port
 
 LOOPBACK = "0100007F"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def start(job: dict[str, Any], **environment: str) -> subprocess.Popen[str]:

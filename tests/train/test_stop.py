@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import pytest
 from jaxrel.checkpoint.listing import newest
 from jaxrel.exit_codes import ExitCode
 from jaxrel.train.stop import StopSignal
-from scripts.campaigns.workers import Worker, final_digest
+from scripts.campaigns.workers import Worker, final_digest, free_port
 from tests.train import stuck
 
 
@@ -91,8 +90,7 @@ def test_two_processes_stop_at_the_same_step(
     """Asked one of them, then both; what is left is done by one process on 8 devices."""
     run, saved = tmp_path / "run", 0
     for asked in ((1,), (0, 1)):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+        coordinator = f"127.0.0.1:{free_port()}"
         job = {"mesh.cpu_devices": 4, "job.coordinator": coordinator, "job.num_processes": 2}
         workers = [Worker(run, {**job, "job.process_id": i}, cache=compiled) for i in range(2)]
         workers[0].wait_for(rf"^step {saved + 2}/")
