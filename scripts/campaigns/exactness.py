@@ -70,9 +70,9 @@ def start(*flags: str) -> "subprocess.Popen[str]":
 
 
 def document(process: "subprocess.Popen[str]") -> Any:
-    """What a process printed, once it has ended."""
+    """What a process printed, once it has ended. (Gloo prints lines of its own on stdout.)"""
     out, _ = process.communicate()
-    return json.loads(out)
+    return json.loads(next(line for line in out.splitlines() if line.startswith("{")))
 
 
 def _free_port() -> int:
