@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -38,8 +39,10 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def said(out: str) -> dict[str, Any]:
-    """A joiner's own line; Gloo writes lines of its own before it."""
-    return json.loads(out.splitlines()[-1])
+    """A joiner's own line; Gloo writes lines of its own around it."""
+    found = re.search(r'\{"processes".*\}', out)
+    assert found, out
+    return json.loads(found[0])
 
 
 def explicit(process: int, count: int, port: int, deadline_s: float = 60.0) -> dict[str, Any]:
@@ -61,7 +64,9 @@ def test_processes_join_whoever_comes_first(order: tuple[int, ...], late_s: floa
         seen = said(out)
         assert seen["processes"] == list(range(len(order)))
         assert seen["devices"] == 2 * len(order)
-        assert {at[-8:] for at in seen["at"]} == {LOOPBACK}  # nothing listens beyond what was named
+        assert {at[-8:] for at in seen["at"]} == {LOOPBACK}, (
+            seen
+        )  # nothing listens beyond what was named
 
 
 @pytest.mark.core
