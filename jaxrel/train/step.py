@@ -176,7 +176,15 @@ def make_train_step(
         donate_argnums=0,
         compiler_options=how.compiler_options,
     )
-    init = jax.jit(create, in_shardings=whole, out_shardings=shardings)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    init = jax.jit(
+        create,
+        in_shardings=whole,
+        out_shardings=shardings,
+        # LLVM evaluates the inverse error function of a normal draw otherwise in vectors than
+        # one by one, and how many elements are left over follows from the shard's shape.
+        compiler_options={"xla_backend_optimization_level": 0} if on_cpu else None,
+    )
     with_shardings = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
     )
