@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"jaxrel: {_one_line(str(error))}", file=sys.stderr)
         return int(error.code)
     except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            print("jaxrel: interrupted", file=sys.stderr)
         return 130  # what a shell reports for SIGINT
     except SystemExit as done:  # --help and --version
         return done.code if isinstance(done.code, int) else int(ExitCode.FAILED)

@@ -233,6 +233,7 @@ def test_other_errors_keep_their_traceback(
     assert err.endswith("KeyError: 'weights'\n")
     raising(KeyboardInterrupt())
     assert main(["train", TINY]) == 130
+    assert capsys.readouterr().err == "jaxrel: interrupted\n"
 
 
 def test_the_code_of_training_is_the_code_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
