@@ -2,7 +2,7 @@
 
 `fast` is XLA's own collectives and a plain running sum. `invariant` adds the groups in one
 balanced binary tree that is the same on every mesh: pairs of neighbours first, by
-recursive halving over an axis and by sums of two nested loops over a device's own groups.
+recursive halving over an axis and by nested loops of two over a device's own groups.
 Addition commutes exactly, so only the shape of the tree matters, and that is fixed.
 """
 

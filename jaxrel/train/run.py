@@ -17,7 +17,6 @@ from jaxrel.data.pipeline import Feed, open_feed
 from jaxrel.exit_codes import ExitCode, UsageError
 from jaxrel.mesh.build import build_mesh, degrees
 from jaxrel.mesh.join import fix_cpu_threads, joined, use_cpu_devices
-from jaxrel.mesh.layout import Layout
 from jaxrel.models import transformer
 from jaxrel.provenance import check_run, provenance, write_run_files
 from jaxrel.train.loop import Trainer
@@ -45,13 +44,11 @@ def _train(config: Config, stop: StopSignal) -> None:
     resolved = dict(mesh.shape)
     known = {name: resolved[name] for name in ("data", "fsdp", "tensor")}
     check(replace(config, mesh=replace(config.mesh, **known)))
-    layout = Layout(mesh, config.batch.groups, config.mesh.rules)
-    feed = open_feed(
-        config.data, config.batch, seed=config.run.seed, groups=layout.process_groups()
-    )
+    step = make_step(config, mesh)  # traced here, compiled at its first use
+    groups = step.layout.process_groups()
+    feed = open_feed(config.data, config.batch, seed=config.run.seed, groups=groups)
     try:
         _check_vocabulary(config, feed)
-        step = make_step(config, mesh)
         checkpointer = Checkpointer(
             config.checkpoint_dir(),
             keep=config.checkpoint.keep,

@@ -28,7 +28,7 @@ from jaxrel.gather import gathered_by
 from jaxrel.mesh.layout import BATCH_SPEC, Layout
 from jaxrel.train.backward import make_backward
 from jaxrel.train.elementwise import first_mixing_operation
-from jaxrel.train.reduction import REDUCTIONS, opaque_zero
+from jaxrel.train.reduction import REDUCTIONS, Reduction, opaque_zero
 from jaxrel.train.state import TrainState
 
 log = logging.getLogger("jaxrel")
@@ -140,6 +140,35 @@ def make_train_step(
     shardings = jax.tree.map(layout.sharding, specs, is_leaf=lambda s: isinstance(s, P))
     backward = make_backward(loss_fn, hooked, layout, leaves, how)
 
+    step = _make_step(backward, optimizer, how, clip_norm, specs, mesh)
+    whole = layout.sharding(P())
+    jitted = jax.jit(
+        step,
+        in_shardings=(shardings, layout.sharding(BATCH_SPEC)),
+        out_shardings=(shardings, whole),
+        donate_argnums=0,
+        compiler_options=how.compiler_options,
+    )
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    init = jax.jit(
+        create,
+        in_shardings=whole,
+        out_shardings=shardings,
+        # LLVM evaluates the inverse error function of a normal draw otherwise in vectors than
+        # one by one, and how many elements are left over follows from the shard's shape.
+        compiler_options={"xla_backend_optimization_level": 0} if on_cpu else None,
+    )
+    with_shardings = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
+    )
+    return TrainStep(layout, with_shardings, jitted, init)
+
+
+def _make_step(
+    backward: Any, optimizer: Any, how: Reduction, clip_norm: float, specs: Any, mesh: Mesh
+) -> Callable[[TrainState, Any], tuple[TrainState, StepRecord]]:
+    """What is compiled: (state, placed batch) -> (state, record)."""
+
     def step(state: TrainState, batch: Any) -> tuple[TrainState, StepRecord]:
         grads, report = backward(state.params, batch, state.step, state.rng)
         finite = jnp.isfinite(report.loss) & jnp.isfinite(report.grad_norm)
@@ -168,27 +197,7 @@ def make_train_step(
         )  # fmt: skip
         return new, record
 
-    whole = layout.sharding(P())
-    jitted = jax.jit(
-        step,
-        in_shardings=(shardings, layout.sharding(BATCH_SPEC)),
-        out_shardings=(shardings, whole),
-        donate_argnums=0,
-        compiler_options=how.compiler_options,
-    )
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    init = jax.jit(
-        create,
-        in_shardings=whole,
-        out_shardings=shardings,
-        # LLVM evaluates the inverse error function of a normal draw otherwise in vectors than
-        # one by one, and how many elements are left over follows from the shard's shape.
-        compiler_options={"xla_backend_optimization_level": 0} if on_cpu else None,
-    )
-    with_shardings = jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
-    )
-    return TrainStep(layout, with_shardings, jitted, init)
+    return step
 
 
 def _create(init_fn: InitFn, optimizer: optax.GradientTransformation, rng: Any) -> TrainState:

@@ -68,6 +68,9 @@ def test_all_meet_whoever_comes_first(
 
 def test_one_process_meets_nobody(coordinator: str) -> None:
     meet(coordinator, 0, 1, 0.1)
+    host, port = coordinator.split(":")
+    with socket.create_server((host, int(port))) as server:  # the port is left to JAX
+        assert server.getsockname()[1] == int(port)
 
 
 def test_the_missing_are_named_to_everybody(coordinator: str, pool: ThreadPoolExecutor) -> None:
