@@ -29,8 +29,9 @@ class _LaxWithoutBranch:
         return first(operands)
 
 
-def _no_digest(tree: Any, *_: Any) -> jax.Array:
-    return jnp.zeros((len(jax.tree.leaves(tree)), 2), jnp.uint32)
+def _no_digest(tree: Any, *_: Any) -> tuple[jax.Array, jax.Array]:
+    leaves = len(jax.tree.leaves(tree))
+    return jnp.zeros((leaves, 2), jnp.uint32), jnp.zeros(leaves, jnp.uint32)
 
 
 _report = backward._report

@@ -5,18 +5,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxrel.checkpoint import Checkpointer
+    from jaxrel.ledger import Ledger
     from jaxrel.train.loop import Trainer
     from jaxrel.train.state import TrainState
     from jaxrel.train.step import make_train_step
 
 __version__ = "0.1.0"
-__all__ = ["Checkpointer", "TrainState", "Trainer", "__version__", "make_train_step"]
+__all__ = ["Checkpointer", "Ledger", "TrainState", "Trainer", "__version__", "make_train_step"]
 
 _HOMES = {
     "TrainState": "jaxrel.train.state",
     "make_train_step": "jaxrel.train.step",
     "Trainer": "jaxrel.train.loop",
     "Checkpointer": "jaxrel.checkpoint",
+    "Ledger": "jaxrel.ledger",
 }
 
 

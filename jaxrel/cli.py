@@ -11,10 +11,11 @@ import json
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
@@ -22,6 +23,13 @@ import jaxrel
 from jaxrel import config_file
 from jaxrel.config import Config, check, show
 from jaxrel.exit_codes import ExitCode, JaxrelError, UsageError
+
+_FLAGS = (
+    "--out", "--tokenizer", "--held-out", "--json", "--backend", "--hosts", "--processes-per-host",
+    "--cpu-devices", "--dir", "--max-restarts", "--max-no-progress", "--hang-floor", "--grace",
+    "--leader", "--host",
+)  # fmt: skip
+"""Of all subcommands but `train`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,6 +109,41 @@ def checkpoint_list(args: Namespace) -> int:
     return ExitCode.OK
 
 
+def launch(args: Namespace, command: Sequence[str]) -> int:
+    """Run a command as a supervised job: watched, and restarted as a whole when it fails."""
+    from jaxrel.supervise.launch import Launch
+    from jaxrel.supervise.launch import launch as run
+
+    values = {name: value for name, value in vars(args).items() if name not in ("dir", "config")}
+    Launch(**values, command=tuple(command), run_dir=args.dir or ".").check()
+    run_dir = _own_run_dir(command) if args.dir is None else args.dir
+    return run(Launch(**values, command=tuple(command), run_dir=run_dir))
+
+
+def agent(args: Namespace) -> int:
+    """Be the agent of one host of a supervised job, under a scheduler of your own."""
+    from jaxrel.supervise.agent import agent as serve
+
+    return serve(args.leader, args.host)
+
+
+def report(args: Namespace) -> int:
+    """Show what happened in a run and where its time went."""
+    from jaxrel.ledger.reader import read
+    from jaxrel.ledger.summary import summarize
+
+    summary = summarize(read(args.run))
+    if args.json:
+        print(json.dumps(summary.document, allow_nan=False))
+        return ExitCode.OK
+    from rich.console import Console
+
+    from jaxrel.report.terminal import show as show_report
+
+    show_report(summary, Console(), time.time())
+    return ExitCode.OK
+
+
 def read_config(parser: ArgumentParser, argv: list[str], path: str) -> Config:
     """The file's values, overridden by the flags in `argv`, then by nothing else.
 
@@ -125,15 +168,36 @@ def checkpoint_dir(run: str) -> str:
     return run
 
 
+def _own_run_dir(command: Sequence[str]) -> str:
+    """The run directory that a command trains in, by its flags or its configuration."""
+    for word, following in zip(reversed(command), ["", *reversed(command)], strict=False):
+        name, equals, value = word.partition("=")
+        if name == "--run.dir" and (value or following):
+            return value if equals else following
+    for before, word in zip(command, command[1:], strict=False):
+        if before == "train" and Path(word).suffix in (".yaml", ".yml"):
+            return config_file.load(word).run.dir
+    raise UsageError("--dir: got nothing: expected the run directory; CMD has no --run.dir")
+
+
 def _dispatch(argv: list[str]) -> int:
     """Parse `argv` and call the subcommand that it names."""
     parser, training = _parsers()
+    command: list[str] = []
+    if argv[:1] == ["launch"] and "--" in argv:  # what follows is another program's
+        argv, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     try:
         args = parser.parse_args(argv)
         if args.subcommand == "train":
             return train(args.train, read_config(training, argv[1:], args.train.config))
     except ArgumentError as error:
         raise UsageError(_explain(_one_line(str(error)), argv)) from None
+    if args.subcommand == "report":
+        return report(args.report)
+    if args.subcommand == "launch":
+        return launch(args.launch, command)
+    if args.subcommand == "agent":
+        return agent(args.agent)
     group = args[args.subcommand]
     commands = {"data build": data_build, "checkpoint list": checkpoint_list}
     return commands[f"{args.subcommand} {group.subcommand}"](group[group.subcommand])
@@ -179,7 +243,42 @@ def _parsers() -> tuple[ArgumentParser, ArgumentParser]:
     checkpoint.add_subcommands(metavar="COMMAND").add_subcommand(
         "list", listing, help=checkpoint_list.__doc__
     )
+
+    reporting = ArgumentParser(description=report.__doc__)
+    reporting.add_argument("run", metavar="RUN", help="directory of the run")
+    reporting.add_argument("--json", action="store_true", help="one JSON document")
+    commands.add_subcommand("report", reporting, help=report.__doc__)
+    _add_supervision(commands)
     return top, training
+
+
+def _add_supervision(commands: Any) -> None:
+    """The parsers of `launch` and `agent`."""
+    launching = ArgumentParser(
+        description=launch.__doc__, usage="jaxrel launch [FLAGS] -- CMD [WORD ...]"
+    )
+    flag = launching.add_argument
+    flag("--backend", metavar="NAME", default="local", help="where: local, this machine")
+    flag("--hosts", metavar="N", type=int, default=1, help="simulated hosts: host0, host1, ...")
+    flag("--processes-per-host", metavar="P", type=int, default=1, help="processes on each")
+    flag("--cpu-devices", metavar="M", type=int, help="CPU devices that each process simulates")
+    flag("--dir", metavar="RUN", help="the run's directory; by default the command's --run.dir")
+    flag("--max-restarts", metavar="K", type=int, default=10, help="restarts after failures")
+    flag(
+        "--max-no-progress", metavar="K", type=int, default=3,
+        help="attempts running without a new step after which the job ends",
+    )  # fmt: skip
+    flag(
+        "--hang-floor", metavar="S", type=float, default=60.0,
+        help="seconds that a step may always take; every other deadline is a multiple",
+    )  # fmt: skip
+    flag("--grace", metavar="S", type=float, default=60.0, help="seconds from SIGTERM to SIGKILL")
+    commands.add_subcommand("launch", launching, help=launch.__doc__)
+
+    serving = ArgumentParser(description=agent.__doc__)
+    serving.add_argument("--leader", metavar="HOST:PORT", required=True, help="where it listens")
+    serving.add_argument("--host", metavar="NAME", required=True, help="the host's name in the job")
+    commands.add_subcommand("agent", serving, help=agent.__doc__)
 
 
 def _explain(message: str, argv: list[str]) -> str:
@@ -225,11 +324,13 @@ def _expected(key: str, otherwise: str) -> str:
 def _unknown_argument(name: str, value: str | None, command: str) -> str:
     """The line for a flag that does not exist, or an argument too many."""
     if not name.startswith("--"):
+        if command == "train" and name in config_file.keys():  # noqa: SIM118  not a dict
+            return f"{name}: it is a key, and wants two dashes: --{name} {value or 'VALUE'}"
         return f"{name}: one argument too many; see --help"
     got = "nothing" if value is None else show(value)
     if command == "train":
         return f"{name[2:]}: got {got}: unknown key; {config_file.nearest(name[2:])}"
-    close = difflib.get_close_matches(name, ["--out", "--tokenizer", "--held-out", "--json"], n=1)
+    close = difflib.get_close_matches(name, _FLAGS, n=1)
     return (
         f"{name}: got {got}: unknown flag; {f'did you mean {close[0]}?' if close else 'see --help'}"
     )

@@ -42,6 +42,13 @@ def leaf_words(
     is the index of its first element in the whole array of `shape`: the digests of all
     shards sum, modulo 2**32, to that of the whole. (Not for random keys: give key data.)
     """
+    return _sums(x, start, shape)[:2]
+
+
+def _sums(
+    x: jax.Array, start: Sequence[Any] | None = None, shape: Sequence[int] | None = None
+) -> jax.Array:
+    """The two words of `leaf_words`, and how many elements are NaN or infinite: uint32 [3]."""
     x = jnp.asarray(x)
     start, shape = tuple(start or (0,) * x.ndim), tuple(shape or x.shape)
     if _is_key(x):
@@ -52,10 +59,12 @@ def leaf_words(
     if x.dtype == jnp.bool_ or _is_narrow(x.dtype):
         x = x.astype(jnp.int8)
     x = jnp.atleast_1d(x)
+    bad = ~jnp.isfinite(x) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(x.shape, bool)
     unsigned = jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")
     words = lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
     if x.dtype.itemsize == 8:  # two words an element, on a last axis twice as long
         words = words.reshape(*x.shape[:-1], 2 * x.shape[-1])
+        bad = jnp.stack([bad, jnp.zeros_like(bad)], axis=-1).reshape(words.shape)
     start, shape = start or (0,), shape or (1,)
     per_element = 2 if x.dtype.itemsize == 8 else 1
     column = _index(words, words.ndim - 1, start[-1] * per_element)
@@ -67,8 +76,9 @@ def leaf_words(
     for c, r, m1, m2 in _LANES:
         h = (words ^ (column * jnp.uint32(c) + row * jnp.uint32(r))) * jnp.uint32(m1)
         lanes.append((h ^ (h >> 15)) * jnp.uint32(m2))
-    # One reduction of both lanes: XLA fuses it into a single pass that stores nothing.
-    zeros = (jnp.uint32(0), jnp.uint32(0))
+    lanes.append(bad.astype(jnp.uint32))
+    # One reduction of all three: XLA fuses it into a single pass that stores nothing.
+    zeros = (jnp.uint32(0),) * len(lanes)
     sums = lax.reduce(tuple(lanes), zeros, _add_lanes, tuple(range(words.ndim)))
     return jnp.stack(sums)
 
@@ -79,7 +89,7 @@ def _index(words: jax.Array, axis: int, start: Any) -> jax.Array:
 
 
 def _add_lanes(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return a[0] + b[0], a[1] + b[1]
+    return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
 def _is_key(x: Any) -> bool:
@@ -122,10 +132,12 @@ def tree_words(tree: Any) -> jax.Array:
     return jnp.stack([leaf_words(leaf) for leaf in jax.tree.leaves(tree)])
 
 
-def sharded_tree_words(tree: Any, specs: Any, mesh: Mesh) -> jax.Array:
-    """`tree_words` of arrays on `mesh`, with one collective: uint32 [leaves, 2].
+def sharded_tree_words(tree: Any, specs: Any, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
+    """`tree_words` of arrays on `mesh`, with one pass over them and one collective.
 
-    Runs under `jit`. `specs` has a PartitionSpec for every leaf.
+    Returns the words, uint32 [leaves, 2], and how many elements of each leaf are NaN or
+    infinite, uint32 [leaves] (modulo 2**32). Runs under `jit`; `specs` has a PartitionSpec for
+    every leaf.
     """
     leaves = jax.tree.leaves(tree)
     flat = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
@@ -139,17 +151,20 @@ def sharded_tree_words(tree: Any, specs: Any, mesh: Mesh) -> jax.Array:
         ]
         return lax.psum(jnp.stack(table), mesh.axis_names)
 
-    return jax.shard_map(words, mesh=mesh, in_specs=(flat,), out_specs=P(), check_vma=False)(leaves)
+    table = jax.shard_map(words, mesh=mesh, in_specs=(flat,), out_specs=P(), check_vma=False)(
+        leaves
+    )
+    return table[:, :2], table[:, 2]
 
 
 def _shard_words(x: jax.Array, shape: tuple[int, ...], spec: P, mesh: Mesh) -> jax.Array:
-    """This device's part of a digest; nothing from those that hold only a replica."""
+    """This device's part of `_sums`; nothing from those that hold only a replica."""
     axes = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec]
     axes += [()] * (x.ndim - len(axes))
     start = [lax.axis_index(a) * n if a else 0 for a, n in zip(axes, x.shape, strict=True)]
     others = [a for a in mesh.axis_names if a not in sum(axes, ())]
     mine = lax.axis_index(tuple(others)) == 0 if others else True
-    return jnp.where(mine, leaf_words(x, start, shape), jnp.uint32(0))
+    return jnp.where(mine, _sums(x, start, shape), jnp.uint32(0))
 
 
 def leaf_paths(tree: Any) -> list[str]:

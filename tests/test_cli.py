@@ -142,6 +142,11 @@ WRONG = [
     ),
     ("run: {}", "--job.detect maybe", "job.detect: got 'maybe': expected true or false"),
     ("run: {}", "another.yaml", "another.yaml: one argument too many; see --help"),
+    (
+        "run: {}",
+        "run.steps=5",
+        "run.steps: it is a key, and wants two dashes: --run.steps 5",
+    ),
 ]
 
 

@@ -242,6 +242,24 @@ def test_shards_add_up_to_the_whole_with_one_collective(spec: Any, dtype: Any) -
     specs = {"x": spec, "key": PartitionSpec()}
     words = jax.jit(lambda t: digest.sharded_tree_words(t, specs, mesh))
     wanted = [digest.leaf_words_numpy(tree["key"]), digest.leaf_words_numpy(x)]
-    np.testing.assert_array_equal(words(tree), wanted)
+    np.testing.assert_array_equal(words(tree)[0], wanted)
+    np.testing.assert_array_equal(words(tree)[1], [0, 0])
     text = words.lower(tree).compile().as_text() or ""
     assert sum(text.count(f" {c}(") for c in ("all-reduce", "all-gather", "all-to-all")) == 1
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64", "int32"])
+@pytest.mark.parametrize("spec", [(), ("a",), (None, "b"), ("b", "a")])
+def test_what_is_not_finite_is_counted_once_on_any_sharding(spec: Any, dtype: str) -> None:
+    spec, mesh = (
+        PartitionSpec(*spec),
+        jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2),
+    )
+    x = jnp.ones((8, 8), dtype)
+    if dtype != "int32":
+        x = x.at[1, 2].set(jnp.nan).at[7, 7].set(-jnp.inf).at[0, 5].set(jnp.inf)
+    words = jax.jit(lambda t: digest.sharded_tree_words(t, [spec], mesh))
+    found, counts = words([jax.device_put(x, NamedSharding(mesh, spec))])
+    np.testing.assert_array_equal(found, [digest.leaf_words_numpy(x)])
+    assert counts.tolist() == [0 if dtype == "int32" else 3]

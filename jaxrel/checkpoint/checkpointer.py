@@ -88,7 +88,14 @@ class Checkpointer:
             log.error("%s", failure)  # what made the run stop stays the reported error
             error.add_note(f"besides, {failure}")
 
-    def save(self, step: int, state: Any, *, extra: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        words: Any = None,
+    ) -> None:
         """Copy `state` off the devices and write it in the background as `step`.
 
         When it returns, the state may be donated. It waits for the save before it, if that is
@@ -99,6 +106,8 @@ class Checkpointer:
             state: Any pytree of arrays, typed random keys among them.
             extra: What belongs to the state besides its arrays, as JSON; of several processes,
                 process 0's is written.
+            words: `StepRecord.words` of the step that made `state`, uint32 [leaves, 2]: saves
+                digesting it again, and what changed since then is refused by every restore.
 
         Raises:
             DataRefusedError: `step` is not newer than what is there, or its place is taken.
@@ -113,7 +122,7 @@ class Checkpointer:
             self._attempt = agreed(lambda: secrets.randbits(31))
         self._saves += 1
         state = leaves.as_arrays(state)
-        description = _describe(step, state, extra)
+        description = _describe(step, state, extra, words)
         arrays = leaves.stored(state)
         if not arrays:
             raise UsageError("the state has no leaf with elements: there is nothing to save")
@@ -305,10 +314,10 @@ def _delete(path: epath.Path) -> None:
         log.warning("%s could not be deleted: %s", path, error)
 
 
-def _describe(step: int, state: Any, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The manifest of `state`; collective."""
+def _describe(step: int, state: Any, extra: Mapping[str, Any] | None, words: Any) -> dict[str, Any]:
+    """The manifest of `state`; collective where the digests are not given."""
     described = leaves.kinds(state)
-    words = leaves.words(state)
+    words = leaves.words(state) if words is None else words
     for path, digest in leaf_digests(state, words).items():
         described[path]["digest"] = digest
     for path, leaf in zip(leaf_paths(state), jax.tree.leaves(state), strict=True):

@@ -60,13 +60,13 @@ def newest(directory: epath.PathLike) -> int | None:
 
 
 def list_checkpoints(directory: epath.PathLike) -> dict[str, Any]:
-    """The document of `jaxrel checkpoint list --json`; UsageError if there is no such directory.
+    """The document of `jaxrel checkpoint list --json`; a run's directory is made by its first save.
 
     `bytes` is the size of all files of the entry; `trusted` is null until it is judged.
     """
     directory = epath.Path(directory)
-    if not directory.is_dir():
-        raise UsageError(f"checkpoint directory {directory} does not exist")
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"checkpoint directory {directory} is not a directory")
     entries = scan(directory)
     committed = [entry.step for entry in entries if entry.status == "committed"]
     return {

@@ -114,7 +114,8 @@ def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
     names = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
     if names:
         fields = "; ".join(f"{n} was {saved.get(n)!r}, is {now.get(n)!r}" for n in names)
-        raise DataRefusedError(f"the data is not what this run began with: {fields}")
+        other = " (data.corpus: another text)" if "content_hash" in names else ""
+        raise DataRefusedError(f"the data is not what this run began with: {fields}{other}")
 
 
 def _rows_of_a_group(data: DataConfig, batch: BatchConfig, groups: Sequence[int]) -> int:

@@ -117,6 +117,14 @@ def _all_gather(name: str, size: int, leaf: LeafLayout, x: jax.Array) -> jax.Arr
     return parts.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
+def all_gather_leaf(
+    layout: Layout, leaf: LeafLayout, value: jax.Array, probe: Any, dtype: Any
+) -> jax.Array:
+    """The whole of a parameter's shard, where nothing is differentiated: a `Shard.collect`."""
+    part = value.astype(dtype or leaf.dtype)
+    return _all_gather("fsdp", layout.fsdp, leaf, _all_gather("data", layout.data, leaf, part))
+
+
 def _reduce(name: str, size: int, how: Reduction, leaf: LeafLayout, g: jax.Array) -> jax.Array:
     if leaf.axis is None:
         return how.everywhere(g, name, size)

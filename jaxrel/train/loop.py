@@ -18,7 +18,7 @@ from jaxrel.digest import state_digest
 from jaxrel.exit_codes import DataRefusedError, DivergedError, PreemptedError
 from jaxrel.train.everyone import from_everyone
 from jaxrel.train.progress import ProgressLine
-from jaxrel.train.state import TrainState
+from jaxrel.train.state import TrainState, overflowed
 from jaxrel.train.step import StepRecord, TrainStep
 from jaxrel.train.stop import StopSignal
 
@@ -108,7 +108,7 @@ class Trainer:
         return state, latest, found["state_digest"], extra["position"]
 
     def _complete(self, done: int, record: StepRecord) -> None:
-        """Wait for a step, show it, and refuse to go on from one that was not finite."""
+        """Wait for a step, show it, and refuse to go on from what is not finite."""
         if not bool(record.finite):
             losses = np.asarray(record.group_loss)
             bad = np.flatnonzero(~np.isfinite(losses)).tolist()
@@ -116,6 +116,14 @@ class Trainer:
             raise DivergedError(
                 f"step {done}: loss {float(record.loss):g}, gradient norm"
                 f" {float(record.grad_norm):g}{where}; the update was kept out"
+            )
+        if bad := overflowed(self.step.abstract_state, record.not_finite):
+            name, count = next(iter(bad.items()))
+            more = f" and {len(bad) - 1} more leaves" if len(bad) > 1 else ""
+            raise DivergedError(
+                f"step {done}: loss {float(record.loss):g}, gradient norm"
+                f" {float(record.grad_norm):g}; the update overflowed: {count} elements of {name}"
+                f"{more} are not finite; this state is not saved"
             )
         self.progress.step(done, float(record.loss), float(record.grad_norm))
 
@@ -132,7 +140,7 @@ class Trainer:
             "position": merge_states(from_everyone(position)),
             "host_random": capture(),
         }
-        self.checkpointer.save(done, state, extra=extra)
+        self.checkpointer.save(done, state, extra=extra, words=record.words)
         return state_digest(self.step.abstract_state, record.words)
 
 

@@ -12,6 +12,7 @@ import jax
 import optax
 
 from jaxrel.checkpoint import Checkpointer
+from jaxrel.checkpoint.together import together
 from jaxrel.config import BatchConfig, Config, OptimizerConfig, check
 from jaxrel.data.pipeline import Feed, open_feed
 from jaxrel.exit_codes import ExitCode, UsageError
@@ -19,6 +20,7 @@ from jaxrel.mesh.build import build_mesh, degrees
 from jaxrel.mesh.join import fix_cpu_threads, joined, use_cpu_devices
 from jaxrel.models import transformer
 from jaxrel.provenance import check_run, provenance, write_run_files
+from jaxrel.run_lock import claim
 from jaxrel.train.loop import Trainer
 from jaxrel.train.progress import ProgressLine
 from jaxrel.train.step import TrainStep, make_train_step
@@ -56,16 +58,24 @@ def _train(config: Config, stop: StopSignal) -> None:
         )
         trainer = make_trainer(config, step, feed, checkpointer, stop)
         latest = trainer.check_resume()
-        if jax.process_index() == 0:
-            record = provenance(config, sys.argv, jax.devices(), resolved)
-            write_run_files(config.run.dir, config, record)
         if latest is not None and latest >= config.run.steps:
-            trainer.progress.note(f"already complete: step {latest} of {config.run.steps}")
+            trainer.progress.note(
+                f"already complete: step {latest} is saved, run.steps is {config.run.steps}"
+            )
             return
+        together(lambda: _begin_run(config, resolved))
         digest = trainer.run()
         trainer.progress.note(f"finished: step {config.run.steps}, state digest {digest}")
     finally:
         feed.close()
+
+
+def _begin_run(config: Config, degrees: dict[str, int]) -> None:
+    """Process 0's part: hold the run directory, and say what this start is made of."""
+    if jax.process_index() == 0:
+        claim(config.run.dir)
+        record = provenance(config, sys.argv, jax.devices(), degrees)
+        write_run_files(config.run.dir, config, record)
 
 
 def make_step(config: Config, mesh: Any) -> TrainStep:

@@ -6,7 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+
+from jaxrel.digest import leaf_paths
 
 
 @partial(
@@ -32,3 +35,18 @@ class TrainState:
     def create(cls, params: Any, optimizer: optax.GradientTransformation, rng: Any) -> "TrainState":
         """The state before the first step. Runs under `jit`, and so in any sharding."""
         return cls(params, optimizer.init(params), jnp.zeros((), jnp.int32), rng)
+
+
+def overflowed(state: TrainState, not_finite: Any) -> dict[str, int]:
+    """Elements that are NaN or infinite, by leaf path: of parameters and of moments.
+
+    `state` may be abstract; `not_finite` is `StepRecord.not_finite`, uint32 [leaves]. A number
+    of an optimizer's own (a best loss so far) may be infinite for good reason and is left out.
+    """
+    return {
+        path: int(count)
+        for path, leaf, count in zip(
+            leaf_paths(state), jax.tree.leaves(state), np.asarray(not_finite), strict=True
+        )
+        if count and (leaf.ndim or path.startswith("params/"))
+    }

@@ -41,6 +41,7 @@ LossFn = Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]
     jax.tree_util.register_dataclass,
     data_fields=[
         "loss", "grad_norm", "group_loss", "group_grad_norm", "metrics", "finite", "words",
+        "not_finite",
     ],
     meta_fields=[],
 )  # fmt: skip
@@ -62,6 +63,8 @@ class StepRecord:
     """False when the update was kept out because loss or gradient was not finite, bool []."""
     words: jax.Array
     """Digest of every leaf of the new state (`digest.tree_words`), uint32 [leaves, 2]."""
+    not_finite: jax.Array
+    """NaN or infinite elements in every leaf of the new state, uint32 [leaves]."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,10 @@ class TrainStep:
     """Mesh and groups."""
     abstract_state: TrainState
     """Shapes, dtypes and shardings of the state: what a checkpoint is restored into."""
+    leaves: Any
+    """How each parameter is divided: a tree of `LeafLayout`s."""
+    reduction: str
+    """`fast` or `invariant`."""
     jitted: Any
     """`(state, placed batch) -> (state, StepRecord)`; the state is donated."""
     _init: Any
@@ -161,7 +168,7 @@ def make_train_step(
     with_shardings = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
     )
-    return TrainStep(layout, with_shardings, jitted, init)
+    return TrainStep(layout, with_shardings, leaves, reduction, jitted, init)
 
 
 def _make_step(
@@ -191,9 +198,10 @@ def _make_step(
             finite, update, keep, (state.params, state.opt_state, grads)
         )
         new = TrainState(params, opt_state, count, state.rng)
+        words, not_finite = sharded_tree_words(new, specs, mesh)
         record = StepRecord(
             report.loss, report.grad_norm, report.group_loss, report.group_grad_norm,
-            report.metrics, finite, sharded_tree_words(new, specs, mesh),
+            report.metrics, finite, words, not_finite,
         )  # fmt: skip
         return new, record
 

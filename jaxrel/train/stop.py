@@ -1,8 +1,10 @@
 """Being asked to stop: SIGTERM, heard at the next step boundary, by all processes alike."""
 
+import queue
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
@@ -10,6 +12,8 @@ import jax
 from jax.experimental import multihost_utils
 
 T = TypeVar("T")
+
+_POLL_S = 0.1
 
 
 class StopSignal:
@@ -23,8 +27,8 @@ class StopSignal:
 
     def __init__(self) -> None:
         self._asked = False
-        self._waiting = False
         self._before: list[Any] = []
+        self._waits: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] | None = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread() and jax_is_alone():
@@ -50,28 +54,41 @@ class StopSignal:
         return multihost_utils.reached_preemption_sync_point(step)
 
     def unless_asked(self, wait: Callable[[], T]) -> T | None:
-        """What `wait` returns, or None when SIGTERM came meanwhile and cut it short.
+        """What `wait` returns, or None when SIGTERM came meanwhile; `wait` is then left to itself.
 
-        Several processes always wait: the step at which they stop needs all of them.
+        It runs in a thread of its own, the same each time, and this one looks up ten times a
+        second: the kernel may give a signal to any thread, and the main thread hears of it
+        only when it runs. Several processes always wait: the step at which they stop needs
+        all of them.
         """
-        try:
-            self._waiting = True
+        if not jax_is_alone():
+            return wait()
+        if self._waits is None:
+            self._waits = queue.SimpleQueue()
+            threading.Thread(
+                target=_carry_out, args=(self._waits,), name="wait", daemon=True
+            ).start()
+        future: Future[T] = Future()
+        self._waits.put((future, wait))
+        while not self._asked:
             try:
-                return wait()
-            finally:
-                self._waiting = False
-        except _StopWaiting:
-            return None
+                return future.result(_POLL_S)
+            except TimeoutError:
+                if future.done():
+                    raise  # it is the wait's own
+        return None
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
-        if self._waiting:
-            self._waiting = False
-            raise _StopWaiting
 
 
-class _StopWaiting(BaseException):
-    """Ends a wait from inside the signal's handler; no error, so nobody may handle it."""
+def _carry_out(waits: "queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]") -> None:
+    while True:
+        future, wait = waits.get()
+        try:
+            future.set_result(wait())
+        except BaseException as error:
+            future.set_exception(error)
 
 
 def jax_is_alone() -> bool:

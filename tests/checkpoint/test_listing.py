@@ -66,6 +66,8 @@ def test_a_damaged_manifest_is_not_restorable(tmp_path: Path) -> None:
 
 
 def test_an_empty_and_a_missing_directory(tmp_path: Path) -> None:
-    assert list_checkpoints(tmp_path) == {"latest_restorable": None, "checkpoints": []}
-    with pytest.raises(UsageError, match="checkpoint directory .*/none does not exist"):
-        list_checkpoints(tmp_path / "none")
+    empty = {"latest_restorable": None, "checkpoints": []}
+    assert list_checkpoints(tmp_path) == list_checkpoints(tmp_path / "none") == empty
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="checkpoint directory .*/file is not a directory"):
+        list_checkpoints(tmp_path / "file")

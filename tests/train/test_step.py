@@ -16,16 +16,11 @@ from jaxrel.digest import leaf_words_numpy, state_digest, tree_words
 from jaxrel.exit_codes import UsageError
 from jaxrel.gather import gather
 from jaxrel.models import transformer
+from jaxrel.train.state import overflowed
 from jaxrel.train.step import make_train_step
 from tests.train import toys
 
-
-def with_mlp(where: Any, hook: bool = True, **options: Any) -> Any:
-    init_fn, loss_fn = toys.mlp(hook=hook)
-    options = {"axes": toys.MLP_AXES, "rules": toys.RULES} | options
-    options = {"groups": 8, "reduction": "invariant", "clip_norm": 1.0} | options
-    optimizer = options.pop("optimizer", optax.adamw(1e-2))
-    return make_train_step(init_fn, loss_fn, optimizer, where, **options)
+with_mlp = toys.mlp_step
 
 
 def run_mlp(step: Any, steps: int = 3) -> Any:
@@ -200,6 +195,29 @@ def test_a_gradient_that_overflows_is_kept_out_too() -> None:
     after, record = step(step.init(0), step.place(batch))
     assert np.isfinite(record.loss) and not record.finite
     assert int(after.step) == 0
+
+
+def test_an_update_that_overflows_is_named_in_the_step_that_made_it() -> None:
+    step = with_mlp(toys.mesh(2, 2), optimizer=optax.chain(optax.scale(1e38), optax.scale(1e38)))
+    _, record = step(step.init(0), step.place(toys.points(0)))
+    assert record.finite  # loss and gradient were
+    bad = overflowed(step.abstract_state, record.not_finite)
+    assert list(bad) == ["params/layers/b", "params/layers/w", "params/odd", "params/out"]
+    assert bad["params/odd"] == 3
+
+
+def test_a_number_of_the_optimizers_own_may_be_infinite() -> None:
+    step = with_mlp(toys.mesh(2, 1), optimizer=optax.chain(optax.sgd(1e-3), _with_a_best()))
+    _, record = step(step.init(0), step.place(toys.points(0)))
+    assert int(record.not_finite.sum()) == 1
+    assert overflowed(step.abstract_state, record.not_finite) == {}
+
+
+def _with_a_best() -> optax.GradientTransformation:
+    """Keeps an infinite number in its state, as `reduce_on_plateau` does before its first loss."""
+    return optax.GradientTransformation(
+        lambda params: jnp.float32(jnp.inf), lambda updates, state, params=None: (updates, state)
+    )
 
 
 def test_one_compilation() -> None:

@@ -125,8 +125,6 @@ def test_a_wait_ends_when_asked() -> None:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
         assert stop.unless_asked(lambda: forever.wait(60)) is None
         assert stop.asked(1)
-        with pytest.raises(KeyError):
-            stop.unless_asked(lambda: {}["an error of the wait itself"])
 
 
 def test_a_thread_changes_no_signal_handler() -> None:
@@ -152,3 +150,27 @@ def test_a_job_without_the_preemption_service_is_never_asked(
             assert stop.asked(3) is False
     finally:
         jax.config.update("jax_enable_preemption_service", True)
+
+
+def test_a_signal_that_another_thread_receives_ends_the_wait_too() -> None:
+    """The kernel may give a signal to any thread; the main one then sleeps on."""
+    forever, other = threading.Event(), threading.Thread(target=time.sleep, args=(3,))
+    other.start()
+    with StopSignal() as stop:
+        assert other.ident
+        threading.Timer(0.2, signal.pthread_kill, (other.ident, signal.SIGTERM)).start()
+        began = time.monotonic()
+        assert stop.unless_asked(lambda: forever.wait(60)) is None
+        assert time.monotonic() - began < 30
+    other.join()
+
+
+def test_the_errors_of_a_wait_are_its_own() -> None:
+    def late() -> None:
+        raise TimeoutError("of the storage")
+
+    with StopSignal() as stop:
+        with pytest.raises(TimeoutError, match="of the storage"):
+            stop.unless_asked(late)
+        with pytest.raises(StopIteration):
+            stop.unless_asked(iter(()).__next__)

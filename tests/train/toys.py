@@ -103,6 +103,15 @@ def mlp(
     return init_fn, gathers("layers")(loss_fn) if hook else loss_fn
 
 
+def mlp_step(where: Mesh, hook: bool = True, **options: Any) -> TrainStep:
+    """A step of `mlp` with AdamW and clipping."""
+    init_fn, loss_fn = mlp(hook=hook)
+    options = {"axes": MLP_AXES, "rules": RULES} | options
+    options = {"groups": GROUPS, "reduction": "invariant", "clip_norm": 1.0} | options
+    optimizer = options.pop("optimizer", optax.adamw(1e-2))
+    return make_train_step(init_fn, loss_fn, optimizer, where, **options)
+
+
 def points(step: int, width: int = 32) -> dict[str, np.ndarray]:
     """A batch for `mlp`."""
     rng = np.random.default_rng(step)

@@ -1,0 +1,266 @@
+"""What happens in a run: the typed events of which its ledger is made.
+
+Every event is a frozen dataclass of JSON values. An event's time, attempt and writer are no
+part of it: the ledger adds them (`Record`). Times in fields are seconds that something took.
+
+A reader knows every event that some version wrote; one it does not know is kept as
+`Unknown`, and counted. A field may be added with a default and is never renamed: what needs
+another meaning gets another name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+VERSION = 1
+"""Of the line format; a reader refuses a later one."""
+
+Phase = Literal[
+    "start", "join", "restore", "compile", "train", "evaluation", "checks", "checkpoint", "stop"
+]
+"""What a process is at: `train` is everything from the first compiled step on."""
+
+FailureKind = Literal[
+    "exit", "signal", "hang", "stopped", "exception", "oom", "preempted", "host_lost", "hardware",
+    "diverged", "storage",
+]  # fmt: skip
+
+
+# Of the leader
+
+
+@dataclass(frozen=True)
+class JobStarted:
+    """A supervised job begins, for the first time or again."""
+
+    command: list[str]
+    hosts: list[str]
+    processes: int
+
+
+@dataclass(frozen=True)
+class AttemptStarted:
+    """The processes of an attempt are about to be spawned."""
+
+    hosts: list[str]
+    """Of each rank."""
+    coordinator: str
+
+
+@dataclass(frozen=True)
+class FailureDetected:
+    """The attempt cannot go on."""
+
+    kind: FailureKind
+    rank: int | None
+    """Who began it; None when nothing tells."""
+    host: str | None
+    detail: str
+    """One line for a person, and the evidence."""
+    after_s: float | None
+    """Since it happened: an exit's own time, else the last progress of the rank."""
+    following: list[int] = field(default_factory=list)
+    """Ranks that died or hung because of it."""
+    step: int | None = None
+    """Completed steps of the rank at that time."""
+
+
+@dataclass(frozen=True)
+class GangDead:
+    """No process of the attempt is left."""
+
+
+@dataclass(frozen=True)
+class AttemptEnded:
+    """How the attempt ended; its processes are gone."""
+
+    exit: int
+    """The exit code that stands for all of them."""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class JobEnded:
+    """The leader leaves."""
+
+    exit: int
+    reason: str = ""
+
+
+# Of a worker; those of rank 0 are the run's
+
+
+@dataclass(frozen=True)
+class WorkerStarted:
+    """A process of the run; the first event of its segment."""
+
+    process: int
+    processes: int
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True)
+class PhaseBegan:
+    """From here on the process is at `phase`."""
+
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The state is ready; the next completed step is `step` + 1."""
+
+    step: int
+    """0 in a new run."""
+    devices: int
+    processes: int
+    degrees: dict[str, int] = field(default_factory=dict)
+    state_digest: str | None = None
+
+
+@dataclass(frozen=True)
+class StepCompleted:
+    """One update is complete. Written by rank 0 alone."""
+
+    step: int
+    """Completed updates, this one included."""
+    loss: float | None = None
+    """None where it is not finite or not known."""
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    """As applied in this step."""
+    tokens: int | None = None
+    """Trained on in this step."""
+    groups: dict[str, Any] = field(default_factory=dict)
+    """Of per-group loss and gradient norm: quantiles, the largest and their places, or all."""
+    data_s: float = 0.0
+    """Of the time since the event before: waiting for the batch,"""
+    checkpoint_s: float = 0.0
+    """blocked by a save,"""
+    evaluation_s: float = 0.0
+    """evaluating,"""
+    checks_s: float = 0.0
+    """checking. The rest is the step itself."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The held-out loss after `step` updates."""
+
+    step: int
+    loss: float | None
+    rows: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CheckpointSaved:
+    """The checkpoint of `step` is complete on disk."""
+
+    step: int
+    seconds: float
+    """From the start of the save to its commit."""
+    blocking_s: float
+    """Of that, what the loop waited."""
+    state_digest: str
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointFailed:
+    """The save of `step` failed."""
+
+    step: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The run is complete and its last step is saved."""
+
+    step: int
+    state_digest: str
+
+
+@dataclass(frozen=True)
+class WorkerFailed:
+    """The process is about to leave with an error."""
+
+    error: str
+    """`Type: message`, one line."""
+    exit: int
+
+
+@dataclass(frozen=True)
+class RecordsLost:
+    """A sink (this ledger, TensorBoard) could not be written for a while."""
+
+    sink: str
+    count: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """An event of a version to come, or one that a user wrote."""
+
+    name: str
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+Event = (
+    JobStarted | AttemptStarted | FailureDetected | GangDead | AttemptEnded | JobEnded
+    | WorkerStarted | PhaseBegan | Resumed | StepCompleted | Evaluated | CheckpointSaved
+    | CheckpointFailed | Finished | WorkerFailed | RecordsLost | Unknown
+)  # fmt: skip
+
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
+
+
+@dataclass(frozen=True)
+class Record:
+    """An event in the ledger."""
+
+    time_us: int
+    """Microseconds since the epoch, by its writer: within one segment it never steps back."""
+    attempt: int
+    """Of the run, from 1; 0 for what belongs to none."""
+    source: str
+    """`leader`, or `rank0`, `rank1`, ..."""
+    event: Event
+
+
+def to_json(record: Record) -> dict[str, Any]:
+    """A record as one JSON object."""
+    event = record.event
+    envelope = {"v": VERSION, "t": record.time_us, "attempt": record.attempt, "by": record.source}
+    if isinstance(event, Unknown):
+        return envelope | {"event": event.name} | event.values
+    return envelope | {"event": type(event).__name__} | asdict(event)
+
+
+def from_json(document: Mapping[str, Any]) -> Record:
+    """The record that `document` describes.
+
+    Raises ValueError when it is none, or of a later version.
+    """
+    try:
+        version, time_us, name = document["v"], document["t"], document["event"]
+        attempt, source = document["attempt"], document["by"]
+    except (KeyError, TypeError):
+        raise ValueError(f"not a record of a ledger: {str(document)[:80]}") from None
+    if version != VERSION:
+        raise ValueError(f"version {version}: this reads version {VERSION}")
+    if not (type(time_us) is int and type(attempt) is int and isinstance(source, str)):
+        raise ValueError(f"not a record of a ledger: {str(document)[:80]}")
+    values = {k: x for k, x in document.items() if k not in ("v", "t", "attempt", "by", "event")}
+    kind = _KINDS.get(name)
+    if kind is None or kind is Unknown:
+        return Record(time_us, attempt, source, Unknown(str(name), values))
+    known = {f.name for f in fields(kind)}
+    try:
+        event = kind(**{k: x for k, x in values.items() if k in known})
+    except TypeError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return Record(time_us, attempt, source, event)
