@@ -19,13 +19,16 @@ class RunConfig:
     """Where the run lives and how long it is."""
 
     dir: str = "run"
-    """Directory of the run: configuration, checkpoints, ledger."""
+    """Directory of the run: configuration, checkpoints, ledger, TensorBoard files."""
     seed: int = 0
     """Seed of parameters, dropout and data order."""
     steps: int = 60
     """Completed updates at which the run is finished."""
     print_every: int = 10
     """Steps between plain progress lines (a terminal gets a live line instead)."""
+    compiled: str | None = None
+    """Directory of compiled programs, so that a restart compiles nothing; None is `compiled`
+    inside the run. JAX_COMPILATION_CACHE_DIR wins."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,16 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class EvaluationConfig:
+    """The loss on held-out text."""
+
+    every: int = 0
+    """Steps between evaluations, the last step included; 0 never evaluates."""
+    batches: int = 8
+    """Global batches of the held-out split, always the same ones; all of it if it has fewer."""
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """What is saved, when and where."""
 
@@ -172,6 +185,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def checkpoint_dir(self) -> str:
@@ -226,6 +240,8 @@ _AT_LEAST = {
     "optimizer.warmup_steps": 0,
     "optimizer.weight_decay": 0,
     "optimizer.clip_norm": 0,
+    "evaluation.every": 0,
+    "evaluation.batches": 1,
     "checkpoint.interval": 1,
     "checkpoint.keep": 1,
 }
@@ -323,6 +339,8 @@ def _data(c: Config) -> Rules:
     both = d.corpus is not None and d.pipeline is not None
     yield "data.pipeline", both, "expected null when data.corpus is given"
     yield "data.corpus", d.corpus == "", "expected a directory, or null for Python's own library"
+    unheld = d.pipeline is not None and c.evaluation.every > 0
+    yield "evaluation.every", unheld, "expected 0 with data.pipeline, which holds nothing out"
     named = re.fullmatch(r"[\w.]+:[\w.]+", d.pipeline or "m:f")
     yield "data.pipeline", d.pipeline == "" or not named, "expected module:function"
     yield "data.skip", any(at < 0 for at in d.skip), "expected batch positions, from 0"

@@ -25,6 +25,8 @@ ENVIRONMENT = {
     "JAXREL_NUM_PROCESSES": "num_processes",
 }
 """Environment variables that fill the fields of `job` that are not given."""
+CPU_DEVICES = "JAXREL_CPU_DEVICES"
+"""Environment variable that replaces mesh.cpu_devices."""
 
 # YAML 1.1 reads 1e-3 as text; YAML 1.2, and people, read a number.
 _FLOAT = (
@@ -111,17 +113,27 @@ def from_dict(document: Mapping[Any, Any]) -> Config:
 
 
 def with_environment(config: Config, environment: Mapping[str, str] = os.environ) -> Config:
-    """Fill the fields of `job` that are not given from the launcher's variables."""
+    """Fill the fields of `job` that are not given from the launcher's variables.
+
+    The launcher's number of simulated devices wins over the file's and the command line's.
+    """
     found: dict[str, Any] = {}
     for variable, field in ENVIRONMENT.items():
         text = environment.get(variable)
         if text is None or getattr(config.job, field) is not None:
             continue
-        try:
-            found[field] = text if field == "coordinator" else int(text)
-        except ValueError:
-            raise UsageError(f"{variable}: got {show(text)}: expected a whole number") from None
-    return dataclasses.replace(config, job=dataclasses.replace(config.job, **found))
+        found[field] = text if field == "coordinator" else _number(variable, text)
+    mesh, cpus = config.mesh, environment.get(CPU_DEVICES)
+    if cpus is not None:
+        mesh = dataclasses.replace(mesh, cpu_devices=_number(CPU_DEVICES, cpus))
+    return dataclasses.replace(config, mesh=mesh, job=dataclasses.replace(config.job, **found))
+
+
+def _number(variable: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{variable}: got {show(text)}: expected a whole number") from None
 
 
 def keys() -> list[str]:

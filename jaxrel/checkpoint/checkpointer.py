@@ -29,13 +29,36 @@ _NAMED = 8
 log = logging.getLogger(__name__)
 
 
+class SaveFailedError(FailedError):
+    """A save that failed or is overdue; `step` says which."""
+
+    def __init__(self, step: int, what: str) -> None:
+        super().__init__(f"the save of step {step} {what}")
+        self.step = step
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A save that is complete on disk."""
+
+    step: int
+    seconds: float
+    """From the call of `save` to the commit."""
+    blocking_s: float
+    """Of that, what `save` itself took."""
+    state_digest: str
+
+
 @dataclass
 class _Flight:
     """A save on its way to disk."""
 
     step: int
     thread: threading.Thread
-    started: float = field(default_factory=time.monotonic)
+    state_digest: str
+    started: float
+    handed_over: float = field(default_factory=time.monotonic)
+    committed: float | None = None
     error: BaseException | None = None
 
 
@@ -68,6 +91,7 @@ class Checkpointer:
         self._arrays = engine.array_handler()
         self._orbax = engine.writer(self._arrays, math.ceil(deadline_s), self._temporary_name)
         self._flight: _Flight | None = None
+        self._landed: list[Landed] = []
         self._attempt: int | None = None
         self._saves = 0
 
@@ -114,6 +138,7 @@ class Checkpointer:
             UsageError: a leaf is no array, `extra` is not JSON, or `step` is negative.
             FailedError: this save or the one before it failed.
         """
+        started = time.monotonic()
         self.wait()
         if step < 0:
             raise UsageError(f"step {step} cannot be saved: expected 0 or more")
@@ -134,9 +159,9 @@ class Checkpointer:
         try:
             self._orbax.save(self._path(step), args=ocp.args.Composite(**items))
         except OSError as error:
-            raise FailedError(f"the save of step {step} failed: {error}") from error
+            raise SaveFailedError(step, f"failed: {error}") from error
         thread = threading.Thread(target=self._land, name="checkpoint", daemon=True)
-        self._flight = _Flight(step, thread)
+        self._flight = _Flight(step, thread, description["state_digest"], started)
         thread.start()
 
     def check(self) -> None:
@@ -151,13 +176,25 @@ class Checkpointer:
         if not flight.thread.is_alive():
             self._flight = None
             if flight.error is not None:
-                raise FailedError(
-                    f"the save of step {flight.step} failed: {_line(flight.error)}"
+                raise SaveFailedError(
+                    flight.step, f"failed: {_line(flight.error)}"
                 ) from flight.error
-        elif time.monotonic() - flight.started > self.deadline_s:
-            raise FailedError(
-                f"the save of step {flight.step} is not finished after {self.deadline_s:g} s"
+            assert flight.committed is not None
+            self._landed.append(
+                Landed(
+                    flight.step,
+                    flight.committed - flight.started,
+                    flight.handed_over - flight.started,
+                    flight.state_digest,
+                )
             )
+        elif time.monotonic() - flight.started > self.deadline_s:
+            raise SaveFailedError(flight.step, f"is not finished after {self.deadline_s:g} s")
+
+    def landed(self) -> list[Landed]:
+        """The saves that `check` or `wait` found complete since this was called last."""
+        landed, self._landed = self._landed, []
+        return landed
 
     def wait(self, deadline_s: float | None = None) -> None:
         """Join the save in flight.
@@ -174,7 +211,7 @@ class Checkpointer:
         flight.thread.join(deadline_s)
         if flight.thread.is_alive():
             took = time.monotonic() - flight.started
-            raise FailedError(f"the save of step {flight.step} is not finished after {took:.1f} s")
+            raise SaveFailedError(flight.step, f"is not finished after {took:.1f} s")
         self.check()
 
     def close(self) -> None:
@@ -263,6 +300,7 @@ class Checkpointer:
         except BaseException as error:
             flight.error = error
             return
+        flight.committed = time.monotonic()
         if jax.process_index() == 0:
             self._retain()
 

@@ -1,7 +1,7 @@
 """Parallelism degrees to a device mesh."""
 
 from collections.abc import Mapping, Sequence
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import jax
@@ -39,6 +39,24 @@ def resolve(wanted: Mapping[str, int], devices: int) -> dict[str, int]:
             f"{names}: got {text}: the degrees must multiply to the {devices} devices there are"
         )
     return dict(wanted)
+
+
+def refit(wanted: Mapping[str, int], devices: int) -> dict[str, int]:
+    """Degrees for the `devices` that an attempt has; `wanted` if they fit already.
+
+    data and fsdp change, all other axes stay: fsdp keeps as much of its degree as divides
+    what is left for the two, data takes the rest. Raises UsageError when the other axes
+    alone do not divide `devices`.
+    """
+    try:
+        return resolve(wanted, devices)
+    except UsageError:
+        rest = prod(d for name, d in wanted.items() if name not in BATCH_AXES)
+        if rest < 1 or devices % rest:
+            raise
+        batch = devices // rest
+        fsdp = gcd(batch, max(1, wanted["fsdp"]))
+        return {**wanted, "data": batch // fsdp, "fsdp": fsdp}
 
 
 def build_mesh(wanted: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:

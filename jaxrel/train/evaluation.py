@@ -6,6 +6,7 @@ count. So a row that only fills up the last batch changes nothing, and neither d
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from math import fsum
 from typing import Any
@@ -70,6 +71,21 @@ def make_row_losses(step: TrainStep, loss_fn: LossFn) -> RowLosses:
         out_shardings=layout.sharding(P()),
         compiler_options=REDUCTIONS[step.reduction].compiler_options,
     )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is evaluated, and when."""
+
+    every: int
+    """Steps."""
+    row_losses: RowLosses
+    batches: Iterable[tuple[Any, np.ndarray]]
+    """Iterated anew at each evaluation."""
+
+    def loss(self, step: TrainStep, params: Any) -> tuple[float, int]:
+        """`held_out_loss` over these batches."""
+        return held_out_loss(step, self.row_losses, params, self.batches)
 
 
 def held_out_loss(

@@ -1,23 +1,27 @@
-"""The training loop: place, step, look, save, stop, in one function.
+"""The training loop: place, step, look, evaluate, save, stop, in one function.
 
 `Trainer` composes parts that also work alone: a `TrainStep`, a feed of batches, a
 `Checkpointer`. Whoever has a loop of their own takes those instead.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrel.checkpoint import Checkpointer, manifest
+from jaxrel.checkpoint import manifest
+from jaxrel.checkpoint.checkpointer import Checkpointer, SaveFailedError
 from jaxrel.checkpoint.host_random import capture, derive, restore
 from jaxrel.checkpoint.together import together
 from jaxrel.data.pipeline import Feed, check_fingerprint, merge_states
 from jaxrel.digest import state_digest
 from jaxrel.exit_codes import DataRefusedError, DivergedError, PreemptedError
+from jaxrel.train.evaluation import Evaluation
 from jaxrel.train.everyone import from_everyone
 from jaxrel.train.progress import ProgressLine
+from jaxrel.train.recorder import Recorder, Timer
 from jaxrel.train.state import TrainState, overflowed
 from jaxrel.train.step import StepRecord, TrainStep
 from jaxrel.train.stop import StopSignal
@@ -38,6 +42,14 @@ class Trainer:
     """What never changes in this run and is saved beside the state: JSON."""
     stop: StopSignal = field(default_factory=StopSignal)
     """What asks the run to stop early."""
+    recorder: Recorder = field(default_factory=Recorder)
+    """Whom this process tells what it does; by default nobody."""
+    evaluation: Evaluation | None = None
+    """The held-out loss at a cadence."""
+    tokens: int | None = None
+    """Tokens that one step trains on."""
+    learning_rates: Sequence[float] | None = None
+    """The rate that each update is made with, [steps]."""
 
     def run(self) -> str:
         """Train to the last step and save it. Returns the final state digest.
@@ -48,26 +60,39 @@ class Trainer:
         """
         with self.checkpointer, self.stop, self.progress:
             state, done, digest, position = self._begin()
-            saved, ahead = done, None
+            saved, ahead, step = done, None, None
             while done < self.steps and not self.stop.asked(done):
-                batch = self.stop.unless_asked(self.feed.__next__)
+                batch = self._next_batch(done, ahead)
                 if batch is None:
                     break
                 position = self.feed.get_state()
-                state, record = self.step(state, self.step.layout.place(batch))  # not awaited
+                placed = self.step.layout.place(batch)
+                step = step or self._compile(placed, done)
+                self.recorder.at("step", done - (ahead is not None), done)
+                state, record = step(state, placed)  # not awaited
                 if ahead is not None:
                     self._complete(done, ahead)  # so that one step is always under way
                 ahead, done = record, done + 1
-                self.checkpointer.check()
-                if done % self.interval == 0:
-                    digest = self._save(done, state, ahead, position)
-                    saved, ahead = done, None
+                self._tell_saves(self.checkpointer.check)
+                evaluate, save = self._evaluates(done), done % self.interval == 0
+                if evaluate or save:  # of a state that is known to be sound
+                    self._complete(done, ahead)
+                    ahead = None
+                if evaluate:
+                    self._evaluate(done, state)
+                if save:
+                    digest, saved = self._save(done, state, record, position), done
             if ahead is not None:
-                digest, saved = self._save(done, state, ahead, position), done
-            self.checkpointer.wait()
+                self._complete(done, ahead)
+            if done > saved:
+                digest, saved = self._save(done, state, record, position), done
+            self.recorder.phase("checkpoint", done)
+            self._tell_saves(self.checkpointer.wait)
+            self.recorder.phase("stop", done)
             if done < self.steps:
                 what = f"step {saved} is saved" if saved else "no step was complete"
                 raise PreemptedError(f"asked to stop: {what}; start again to go on")
+            self.recorder.finished(done, digest)
             return digest
 
     def check_resume(self) -> int | None:
@@ -94,54 +119,114 @@ class Trainer:
 
     def _begin(self) -> tuple[TrainState, int, str, dict[str, Any]]:
         """The state to go on from, its completed steps, digest and data position."""
-        latest = self.check_resume()
+        self.recorder.phase("restore")
+        latest, degrees = self.check_resume(), dict(self.step.layout.mesh.shape)
         if latest is None:
             derive(self.seed, jax.process_index(), 0)
             self.feed.start(0, None)
-            return self.step.init(self.seed), 0, "", {}
-        state, found = self.checkpointer.restore(self.step.abstract_state, latest)
-        extra = found["extra"]
-        self.feed.start(latest, extra["position"])
-        how = restore(extra["host_random"], seed=self.seed, step=latest)
-        note = "" if how == "restored" else "; host random states derived for this process count"
-        self.progress.note(f"resumed from step {latest}{note}")
-        return state, latest, found["state_digest"], extra["position"]
+            state, digest, position = self.step.init(self.seed), "", {}
+        else:
+            state, found = self.checkpointer.restore(self.step.abstract_state, latest)
+            extra, digest = found["extra"], found["state_digest"]
+            position = extra["position"]
+            self.feed.start(latest, position)
+            how = restore(extra["host_random"], seed=self.seed, step=latest)
+            note = (
+                "" if how == "restored" else "; host random states derived for this process count"
+            )
+            self.progress.note(f"resumed from step {latest}{note}")
+        self.recorder.resumed(latest or 0, degrees, digest or None)
+        return state, latest or 0, digest, position
+
+    def _next_batch(self, done: int, ahead: StepRecord | None) -> Any:
+        """The next batch, None when asked to stop; a wait that left the devices idle is told."""
+        self.recorder.at("data", done - (ahead is not None), done)
+        with Timer() as waited:
+            batch = self.stop.unless_asked(self.feed.__next__)
+        if ahead is None or _is_ready(ahead.loss):
+            self.recorder.starved(waited.seconds)
+        return batch
+
+    def _compile(self, placed: Any, done: int) -> TrainStep:
+        self.recorder.phase("compile", done)
+        self.progress.note("compiling")
+        step = self.step.compiled(placed)
+        self.recorder.phase("train", done)
+        return step
 
     def _complete(self, done: int, record: StepRecord) -> None:
-        """Wait for a step, show it, and refuse to go on from what is not finite."""
-        if not bool(record.finite):
-            losses = np.asarray(record.group_loss)
-            bad = np.flatnonzero(~np.isfinite(losses)).tolist()
-            where = f"; loss of groups {bad}" if bad else ""
-            raise DivergedError(
-                f"step {done}: loss {float(record.loss):g}, gradient norm"
-                f" {float(record.grad_norm):g}{where}; the update was kept out"
-            )
-        if bad := overflowed(self.step.abstract_state, record.not_finite):
-            name, count = next(iter(bad.items()))
-            more = f" and {len(bad) - 1} more leaves" if len(bad) > 1 else ""
-            raise DivergedError(
-                f"step {done}: loss {float(record.loss):g}, gradient norm"
-                f" {float(record.grad_norm):g}; the update overflowed: {count} elements of {name}"
-                f"{more} are not finite; this state is not saved"
-            )
-        self.progress.step(done, float(record.loss), float(record.grad_norm))
+        """Wait for a step, tell it, and refuse to go on from what is not finite."""
+        self.recorder.at("wait", done - 1, done)
+        refuse_what_is_not_finite(done, record, self.step.abstract_state)
+        loss, norm = float(record.loss), float(record.grad_norm)
+        rate = None if self.learning_rates is None else float(self.learning_rates[done - 1])
+        groups = {"loss": record.group_loss, "grad_norm": record.group_grad_norm}
+        self.recorder.step(done, loss, norm, learning_rate=rate, tokens=self.tokens, groups=groups)
+        self.progress.step(done, loss, norm)
+
+    def _evaluates(self, done: int) -> bool:
+        return self.evaluation is not None and (
+            done % self.evaluation.every == 0 or done == self.steps
+        )
+
+    def _evaluate(self, done: int, state: TrainState) -> None:
+        """Before the save of the same step, so that what is saved was evaluated, once."""
+        assert self.evaluation is not None
+        self.recorder.phase("evaluation", done)
+        with Timer() as took:
+            loss, rows = self.evaluation.loss(self.step, state.params)
+        self.recorder.evaluated(done, loss, rows, took.seconds)
+        self.recorder.phase("train", done)
+        self.progress.note(f"step {done}: held-out loss {loss:.4f} over {rows} rows")
 
     def _save(self, done: int, state: TrainState, record: StepRecord, position: Any) -> str:
         """Start the save of a complete step, with all that exact resumption needs.
 
         Returns the digest of the state.
         """
-        self._complete(done, record)  # only a state known to be sound is saved
         assert int(state.step) == done, "the one counter: completed updates"
+        self.recorder.phase("checkpoint", done)
+        self.recorder.sync()
         extra = {
             **self.facts,
             "fingerprint": self.feed.fingerprint,
             "position": merge_states(from_everyone(position)),
             "host_random": capture(),
         }
+        self._tell_saves(self.checkpointer.wait)
         self.checkpointer.save(done, state, extra=extra, words=record.words)
+        self.recorder.phase("train", done)
         return state_digest(self.step.abstract_state, record.words)
+
+    def _tell_saves(self, look: Callable[[], None]) -> None:
+        """Look for saves that are complete, or failed, and put them on record."""
+        try:
+            look()
+        except SaveFailedError as error:
+            self.recorder.save_failed(error.step, str(error))
+            raise
+        for save in self.checkpointer.landed():
+            self.recorder.saved(save.step, save.seconds, save.blocking_s, save.state_digest)
+
+
+def _is_ready(x: Any) -> bool:
+    return x.is_ready()
+
+
+def refuse_what_is_not_finite(done: int, record: StepRecord, abstract: TrainState) -> None:
+    """Wait for a step; raise DivergedError when it, or the state it made, is not finite."""
+    what = f"step {done}: loss {float(record.loss):g}, gradient norm {float(record.grad_norm):g}"
+    if not bool(record.finite):
+        bad = np.flatnonzero(~np.isfinite(np.asarray(record.group_loss))).tolist()
+        where = f"; loss of groups {bad}" if bad else ""
+        raise DivergedError(f"{what}{where}; the update was kept out")
+    if leaves := overflowed(abstract, record.not_finite):
+        name, count = next(iter(leaves.items()))
+        more = f" and {len(leaves) - 1} more leaves" if len(leaves) > 1 else ""
+        raise DivergedError(
+            f"{what}; the update overflowed: {count} elements of {name}{more} are not finite;"
+            " this state is not saved"
+        )
 
 
 def check_facts(saved: dict[str, Any], now: dict[str, Any]) -> None:

@@ -3,28 +3,42 @@
 Everything that can be refused is refused before anything is compiled or written.
 """
 
+import os
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jaxrel.checkpoint import Checkpointer
 from jaxrel.checkpoint.together import together
 from jaxrel.config import BatchConfig, Config, OptimizerConfig, check
+from jaxrel.data.corpus import standard_library_corpus
+from jaxrel.data.held_out import HeldOut
 from jaxrel.data.pipeline import Feed, open_feed
 from jaxrel.exit_codes import ExitCode, UsageError
-from jaxrel.mesh.build import build_mesh, degrees
+from jaxrel.ledger.reader import highest_attempt
+from jaxrel.mesh.build import build_mesh, degrees, refit
+from jaxrel.mesh.compile_cache import use_compile_cache
 from jaxrel.mesh.join import fix_cpu_threads, joined, use_cpu_devices
 from jaxrel.models import transformer
 from jaxrel.provenance import check_run, provenance, write_run_files
+from jaxrel.report.tensorboard import TensorBoard
 from jaxrel.run_lock import claim
+from jaxrel.train.evaluation import Evaluation, make_row_losses
+from jaxrel.train.everyone import from_everyone
 from jaxrel.train.loop import Trainer
 from jaxrel.train.progress import ProgressLine
+from jaxrel.train.recorder import Recorder, dump_on_request
 from jaxrel.train.step import TrainStep, make_train_step
 from jaxrel.train.stop import StopSignal
+
+SUPERVISED = "JAXREL_ATTEMPT"
+"""Environment variable that a leader sets: the attempt of the run, from 1."""
 
 
 def train(config: Config) -> int:
@@ -32,17 +46,27 @@ def train(config: Config) -> int:
 
     Raises JaxrelError with the code of its kind.
     """
-    check_run(config.run.dir, config)
-    fix_cpu_threads()
-    if config.mesh.cpu_devices is not None:
-        use_cpu_devices(config.mesh.cpu_devices)
-    with joined(config.job), StopSignal() as stop:
-        _train(config, stop)
+    with Recorder() as recorder:
+        recorder.phase("start")
+        check_run(config.run.dir, config)
+        if SUPERVISED in os.environ:
+            dump_on_request(config.run.dir, recorder.heartbeat)
+        fix_cpu_threads()
+        if config.mesh.cpu_devices is not None:
+            use_cpu_devices(config.mesh.cpu_devices)
+        use_compile_cache(config.run.compiled or f"{config.run.dir}/compiled")
+        recorder.phase("join")
+        with joined(config.job), StopSignal() as stop:
+            _train(config, stop, recorder)
+            recorder.done()
     return ExitCode.OK
 
 
-def _train(config: Config, stop: StopSignal) -> None:
-    mesh = build_mesh(degrees(config.mesh))
+def _train(config: Config, stop: StopSignal, recorder: Recorder) -> None:
+    wanted = degrees(config.mesh)
+    if SUPERVISED in os.environ:  # an attempt may have fewer devices, or more, than the last
+        wanted = refit(wanted, jax.device_count())
+    mesh = build_mesh(wanted)
     resolved = dict(mesh.shape)
     known = {name: resolved[name] for name in ("data", "fsdp", "tensor")}
     check(replace(config, mesh=replace(config.mesh, **known)))
@@ -56,7 +80,7 @@ def _train(config: Config, stop: StopSignal) -> None:
             keep=config.checkpoint.keep,
             deadline_s=config.checkpoint.deadline_s,
         )
-        trainer = make_trainer(config, step, feed, checkpointer, stop)
+        trainer = make_trainer(config, step, feed, checkpointer, stop, recorder)
         latest = trainer.check_resume()
         if latest is not None and latest >= config.run.steps:
             trainer.progress.note(
@@ -64,6 +88,7 @@ def _train(config: Config, stop: StopSignal) -> None:
             )
             return
         together(lambda: _begin_run(config, resolved))
+        _begin_record(config, recorder)
         digest = trainer.run()
         trainer.progress.note(f"finished: step {config.run.steps}, state digest {digest}")
     finally:
@@ -76,6 +101,16 @@ def _begin_run(config: Config, degrees: dict[str, int]) -> None:
         claim(config.run.dir)
         record = provenance(config, sys.argv, jax.devices(), degrees)
         write_run_files(config.run.dir, config, record)
+
+
+def _begin_record(config: Config, recorder: Recorder) -> None:
+    """Open the ledger, on every process as the same attempt, and process 0's TensorBoard files."""
+    attempt = int(
+        os.environ.get(SUPERVISED) or from_everyone(highest_attempt(config.run.dir))[0] + 1
+    )
+    process, processes = jax.process_index(), jax.process_count()
+    sinks = [TensorBoard(f"{config.run.dir}/tensorboard")] if process == 0 else []
+    together(lambda: recorder.begin(config.run.dir, process, processes, attempt, sinks))
 
 
 def make_step(config: Config, mesh: Any) -> TrainStep:
@@ -93,17 +128,21 @@ def make_step(config: Config, mesh: Any) -> TrainStep:
     )
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW with linear warm-up and cosine decay; weight decay on matrices only."""
-    schedule = optax.warmup_cosine_decay_schedule(
+def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Linear warm-up and cosine decay, by completed updates."""
+    return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
         warmup_steps=config.warmup_steps,
         decay_steps=max(steps, config.warmup_steps + 1),
         end_value=config.learning_rate * config.final_fraction,
     )
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """AdamW with `make_schedule`; weight decay on matrices only."""
     return optax.adamw(
-        schedule,
+        make_schedule(config, steps),
         b1=config.b1,
         b2=config.b2,
         weight_decay=config.weight_decay,
@@ -112,15 +151,44 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def make_trainer(
-    config: Config, step: TrainStep, feed: Feed, checkpointer: Checkpointer, stop: StopSignal
+    config: Config,
+    step: TrainStep,
+    feed: Feed,
+    checkpointer: Checkpointer,
+    stop: StopSignal,
+    recorder: Recorder,
 ) -> Trainer:
     """The loop over these parts; only process 0 shows progress."""
-    total, batch = config.run.steps, config.batch
-    progress = ProgressLine(total, batch.global_size * batch.sequence, config.run.print_every)
+    batch, schedule = config.batch, make_schedule(config.optimizer, config.run.steps)
+    tokens = batch.global_size * batch.sequence
+    progress = ProgressLine(config.run.steps, tokens, config.run.print_every)
     progress.console.quiet = jax.process_index() != 0
-    facts = {"seed": config.run.seed, **_batch_facts(batch)}
-    interval, seed = config.checkpoint.interval, config.run.seed
-    return Trainer(step, feed, checkpointer, progress, total, interval, seed, facts, stop)
+    return Trainer(
+        step=step,
+        feed=feed,
+        checkpointer=checkpointer,
+        progress=progress,
+        steps=config.run.steps,
+        interval=config.checkpoint.interval,
+        seed=config.run.seed,
+        facts={"seed": config.run.seed, **_batch_facts(batch)},
+        stop=stop,
+        recorder=recorder,
+        evaluation=make_evaluation(config, step),
+        tokens=tokens,
+        learning_rates=jax.jit(jax.vmap(schedule))(np.arange(config.run.steps)).tolist(),
+    )
+
+
+def make_evaluation(config: Config, step: TrainStep) -> Evaluation | None:
+    """The held-out loss of the reference transformer, if it is asked for."""
+    if not config.evaluation.every:
+        return None
+    corpus = Path(config.data.corpus) if config.data.corpus else standard_library_corpus()
+    groups, limit = step.layout.process_groups(), config.evaluation.batches
+    batches = HeldOut(corpus, config.batch, groups=groups, limit=limit)
+    loss_fn = transformer.loss_fn(replace(config.model, dropout=0.0))
+    return Evaluation(config.evaluation.every, make_row_losses(step, loss_fn), batches)
 
 
 def _batch_facts(batch: BatchConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -95,6 +95,10 @@ class TrainStep:
         reads only its own rows uses `layout.place`.
         """
         return self.layout.place(self.layout.split(batch))
+
+    def compiled(self, batch: Any) -> "TrainStep":
+        """This step, compiled for placed batches like `batch`; nothing runs."""
+        return replace(self, jitted=self.jitted.lower(self.abstract_state, batch).compile())
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepRecord]:
         """One update. `state` is donated: use the returned one. `batch` is placed."""

@@ -1,0 +1,231 @@
+"""What a process of a run tells others while it trains: its agent, the ledger, TensorBoard."""
+
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from jaxrel.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Finished,
+    Phase,
+    PhaseBegan,
+    RecordsLost,
+    Resumed,
+    StepCompleted,
+    WorkerFailed,
+    WorkerStarted,
+)
+from jaxrel.exit_codes import ExitCode, JaxrelError
+from jaxrel.heartbeat import Heartbeat
+from jaxrel.ledger import Ledger
+
+log = logging.getLogger(__name__)
+
+WHOLE = 32
+"""Groups up to which every step records all of them."""
+WHOLE_EVERY = 100
+"""Steps between records of all groups where there are more."""
+TOP = 8
+
+
+class Sink(Protocol):
+    """Where rank 0's events go besides the ledger."""
+
+    lost: int
+    error: str
+
+    def write(self, event: Event) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Recorder:
+    """One process's voice. Nothing that it does can stop the run.
+
+    What is said before `begin` is kept, so that a run that is refused, or complete already,
+    leaves nothing on disk.
+    """
+
+    def __init__(self) -> None:
+        self.heartbeat = Heartbeat.from_environment()
+        self.sinks: list[Sink] = []
+        self._ledger: Ledger | None = None
+        self._early: list[tuple[float, Event]] = []
+        self._process, self._processes = 0, 1
+        self._data_s = 0.0
+
+    def begin(
+        self,
+        run_dir: str | os.PathLike[str],
+        process: int = 0,
+        processes: int = 1,
+        attempt: int | None = None,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        """Open this process's segment of the ledger in `run_dir`.
+
+        `attempt` is that of the run, the same on every process; None lets the ledger count.
+        `sinks` are for process 0. Raises UsageError when the ledger cannot be written.
+        """
+        self._process, self._processes = process, processes
+        self._ledger = Ledger(run_dir, source=f"rank{process}", attempt=attempt)
+        self.sinks = list(sinks) if process == 0 else []
+        host = os.environ.get("JAXREL_HOST") or socket.gethostname()
+        now = time.monotonic()
+        first = self._early[0][0] if self._early else now
+        self._early.insert(0, (first, WorkerStarted(process, processes, os.getpid(), host)))
+        for at, event in self._early:
+            self._ledger.write(event, ago_s=now - at)
+        self._early = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            code = int(error.code if isinstance(error, JaxrelError) else ExitCode.FAILED)
+            line = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+            if code != ExitCode.PREEMPTED:
+                self.write(WorkerFailed(line, code))
+                self.heartbeat.failed(error)
+        for sink in self.sinks:
+            sink.close()
+            if sink.lost:
+                self.write(RecordsLost(type(sink).__name__, sink.lost, sink.error))
+        if self._ledger is not None:
+            self._ledger.close()
+
+    def write(self, event: Event) -> None:
+        """An event, to the ledger and, on process 0, to every sink."""
+        if self._ledger is None:
+            self._early.append((time.monotonic(), event))
+            return
+        self._ledger.write(event)
+        for sink in self.sinks:
+            sink.write(event)
+
+    def phase(self, phase: Phase, completed: int | None = None) -> None:
+        """From here on this process is at `phase`."""
+        self.write(PhaseBegan(phase))
+        self._data_s = 0.0
+        self.heartbeat.beat("data" if phase == "train" else phase, completed, completed)
+
+    def at(self, place: str, completed: int, dispatched: int) -> None:
+        """Where in the loop the process is: data, step or wait."""
+        self.heartbeat.beat(place, completed, dispatched)
+
+    def starved(self, seconds: float) -> None:
+        """The devices were idle while the process waited for a batch."""
+        self._data_s += seconds
+
+    def resumed(self, step: int, degrees: dict[str, int], digest: str | None) -> None:
+        """The state is ready; `step` updates are complete."""
+        self.write(Resumed(step, prod(degrees.values()), self._processes, degrees, digest))
+
+    def step(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float | None = None,
+        *,
+        learning_rate: float | None = None,
+        tokens: int | None = None,
+        groups: dict[str, Any] | None = None,
+    ) -> None:
+        """Update `step` is complete. `groups` has per-group arrays [G] by name."""
+        data_s, self._data_s = round(self._data_s, 6), 0.0
+        if self._process == 0:
+            told = {name: digest_of(values, step) for name, values in (groups or {}).items()}
+            self.write(
+                StepCompleted(step, loss, grad_norm, learning_rate, tokens, told, data_s=data_s)
+            )
+
+    def evaluated(self, step: int, loss: float, rows: int, seconds: float) -> None:
+        """The held-out loss after `step` updates."""
+        if self._process == 0:
+            self.write(Evaluated(step, loss, rows, seconds))
+
+    def saved(self, step: int, seconds: float, blocking_s: float, digest: str) -> None:
+        """The checkpoint of `step` is complete on disk."""
+        if self._process == 0:
+            self.write(CheckpointSaved(step, seconds, blocking_s, digest))
+
+    def save_failed(self, step: int, error: str) -> None:
+        """The save of `step` failed, on this process or on another."""
+        self.write(CheckpointFailed(step, error))
+
+    def finished(self, step: int, digest: str) -> None:
+        """The run is complete."""
+        self.write(Finished(step, digest))
+        self.sync()
+
+    def done(self) -> None:
+        """This process has nothing left to do, and leaves with exit code 0."""
+        self.heartbeat.beat("done")
+
+    def sync(self) -> None:
+        """Everything written so far is on disk: what a checkpoint stands for is on record."""
+        for sink in self.sinks:
+            sink.flush()
+        if self._ledger is not None:
+            self._ledger.sync()
+
+
+def digest_of(values: Any, step: int) -> Any:
+    """Per-group values [G] as the ledger keeps them: all, or quantiles and the largest."""
+    x = np.asarray(values, np.float64)
+    if x.size <= WHOLE or step % WHOLE_EVERY == 0:
+        return x.tolist()
+    places = np.argsort(-np.where(np.isnan(x), np.inf, x), kind="stable")[:TOP]
+    return {
+        "quantiles": np.nanquantile(x, [0, 0.25, 0.5, 0.75, 1]).tolist(),
+        "largest": x[places].tolist(),
+        "groups": places.tolist(),
+    }
+
+
+def dump_on_request(run_dir: str | os.PathLike[str], heartbeat: Heartbeat) -> None:
+    """SIGUSR1 writes all threads' stacks to the run's `stacks/`, also in a blocked process."""
+    attempt, rank = (os.environ.get(f"JAXREL_{x}", "0") for x in ("ATTEMPT", "PROCESS_ID"))
+    path = Path(run_dir, "stacks", f"attempt-{attempt}-rank-{rank}.txt")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a")  # noqa: SIM115  it stays open for the life of the process
+    except OSError as error:
+        log.warning("stacks cannot be written to %s: %s", path, error)
+        return
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    heartbeat.can_dump()
+
+
+class Timer:
+    """Seconds that a block took."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.monotonic() - self._began
