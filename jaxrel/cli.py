@@ -7,6 +7,7 @@ Nothing here imports JAX, Grain or Orbax until the subcommand that needs it runs
 import contextlib
 import dataclasses
 import difflib
+import itertools
 import json
 import os
 import re
@@ -174,7 +175,7 @@ def _own_run_dir(command: Sequence[str]) -> str:
         name, equals, value = word.partition("=")
         if name == "--run.dir" and (value or following):
             return value if equals else following
-    for before, word in zip(command, command[1:], strict=False):
+    for before, word in itertools.pairwise(command):
         if before == "train" and Path(word).suffix in (".yaml", ".yml"):
             return config_file.load(word).run.dir
     raise UsageError("--dir: got nothing: expected the run directory; CMD has no --run.dir")

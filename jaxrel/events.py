@@ -216,6 +216,7 @@ Event = (
 )  # fmt: skip
 
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
+_FIELDS = {name: {f.name for f in fields(kind)} for name, kind in _KINDS.items()}
 
 
 @dataclass(frozen=True)
@@ -252,15 +253,15 @@ def from_json(document: Mapping[str, Any]) -> Record:
         raise ValueError(f"not a record of a ledger: {str(document)[:80]}") from None
     if version != VERSION:
         raise ValueError(f"version {version}: this reads version {VERSION}")
-    if not (type(time_us) is int and type(attempt) is int and isinstance(source, str)):
+    numbers, texts = (type(time_us), type(attempt)), (type(source), type(name))
+    if numbers != (int, int) or texts != (str, str):
         raise ValueError(f"not a record of a ledger: {str(document)[:80]}")
     values = {k: x for k, x in document.items() if k not in ("v", "t", "attempt", "by", "event")}
     kind = _KINDS.get(name)
     if kind is None or kind is Unknown:
         return Record(time_us, attempt, source, Unknown(str(name), values))
-    known = {f.name for f in fields(kind)}
     try:
-        event = kind(**{k: x for k, x in values.items() if k in known})
+        event = kind(**{k: x for k, x in values.items() if k in _FIELDS[name]})
     except TypeError as error:
         raise ValueError(f"{name}: {error}") from None
     return Record(time_us, attempt, source, event)

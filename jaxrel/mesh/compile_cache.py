@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 from jax._src import compiler, distributed
+from jax.experimental.compilation_cache import compilation_cache
 
 
 def use_compile_cache(directory: str | Path) -> None:
-    """Keep every compiled program below `directory`; before the first compilation.
+    """Keep every program that is compiled from now on below `directory`.
 
     JAX_COMPILATION_CACHE_DIR in the environment wins. Programs of another kind of CPU are kept
     apart: they may use instructions that this one lacks.
@@ -20,6 +21,7 @@ def use_compile_cache(directory: str | Path) -> None:
         jax.config.update("jax_compilation_cache_dir", str(Path(directory, _machine())))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()  # JAX decides at its first compilation whether there is one
     _let_every_process_write()
 
 

@@ -54,7 +54,6 @@ def train(config: Config) -> int:
         fix_cpu_threads()
         if config.mesh.cpu_devices is not None:
             use_cpu_devices(config.mesh.cpu_devices)
-        use_compile_cache(config.run.compiled or f"{config.run.dir}/compiled")
         recorder.phase("join")
         with joined(config.job), StopSignal() as stop:
             _train(config, stop, recorder)
@@ -89,6 +88,8 @@ def _train(config: Config, stop: StopSignal, recorder: Recorder) -> None:
             return
         together(lambda: _begin_run(config, resolved))
         _begin_record(config, recorder)
+        use_compile_cache(config.run.compiled or f"{config.run.dir}/compiled")
+        trainer.learning_rates = learning_rates(config)
         digest = trainer.run()
         trainer.progress.note(f"finished: step {config.run.steps}, state digest {digest}")
     finally:
@@ -139,6 +140,12 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     )
 
 
+def learning_rates(config: Config) -> list[float]:
+    """The rate that each update is made with, [run.steps]."""
+    schedule, steps = make_schedule(config.optimizer, config.run.steps), config.run.steps
+    return jax.jit(jax.vmap(schedule))(np.arange(steps)).tolist()
+
+
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """AdamW with `make_schedule`; weight decay on matrices only."""
     return optax.adamw(
@@ -159,7 +166,7 @@ def make_trainer(
     recorder: Recorder,
 ) -> Trainer:
     """The loop over these parts; only process 0 shows progress."""
-    batch, schedule = config.batch, make_schedule(config.optimizer, config.run.steps)
+    batch = config.batch
     tokens = batch.global_size * batch.sequence
     progress = ProgressLine(config.run.steps, tokens, config.run.print_every)
     progress.console.quiet = jax.process_index() != 0
@@ -176,7 +183,6 @@ def make_trainer(
         recorder=recorder,
         evaluation=make_evaluation(config, step),
         tokens=tokens,
-        learning_rates=jax.jit(jax.vmap(schedule))(np.arange(config.run.steps)).tolist(),
     )
 
 
