@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxrel.checkpoint import Checkpointer
     from jaxrel.ledger import Ledger
+    from jaxrel.train.attach import attach, join
     from jaxrel.train.loop import Trainer
     from jaxrel.train.state import TrainState
     from jaxrel.train.step import make_train_step
 
 __version__ = "0.1.0"
-__all__ = ["Checkpointer", "Ledger", "TrainState", "Trainer", "__version__", "make_train_step"]
+__all__ = [
+    "Checkpointer", "Ledger", "TrainState", "Trainer", "__version__", "attach", "join",
+    "make_train_step",
+]  # fmt: skip
 
 _HOMES = {
     "TrainState": "jaxrel.train.state",
@@ -19,6 +23,8 @@ _HOMES = {
     "Trainer": "jaxrel.train.loop",
     "Checkpointer": "jaxrel.checkpoint",
     "Ledger": "jaxrel.ledger",
+    "attach": "jaxrel.train.attach",
+    "join": "jaxrel.train.attach",
 }
 
 

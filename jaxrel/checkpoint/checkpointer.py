@@ -119,7 +119,7 @@ class Checkpointer:
         *,
         extra: Mapping[str, Any] | None = None,
         words: Any = None,
-    ) -> None:
+    ) -> str:
         """Copy `state` off the devices and write it in the background as `step`.
 
         When it returns, the state may be donated. It waits for the save before it, if that is
@@ -132,6 +132,9 @@ class Checkpointer:
                 process 0's is written.
             words: `StepRecord.words` of the step that made `state`, uint32 [leaves, 2]: saves
                 digesting it again, and what changed since then is refused by every restore.
+
+        Returns:
+            The state digest.
 
         Raises:
             DataRefusedError: `step` is not newer than what is there, or its place is taken.
@@ -163,6 +166,7 @@ class Checkpointer:
         thread = threading.Thread(target=self._land, name="checkpoint", daemon=True)
         self._flight = _Flight(step, thread, description["state_digest"], started)
         thread.start()
+        return description["state_digest"]
 
     def check(self) -> None:
         """Raise FailedError, naming the step, if a background save failed or is overdue.

@@ -84,7 +84,9 @@ class TensorBoard:
     def _open(self, purge_step: int) -> None:
         def begin() -> None:
             os.makedirs(self.directory, exist_ok=True)
-            self._writer = EventsWriter(os.path.join(self.directory, "events"))
+            # TensorBoard reads files in the order of their names, and clocks step back.
+            number = len(os.listdir(self.directory))
+            self._writer = EventsWriter(os.path.join(self.directory, f"events-{number:06d}"))
             start = _Log(status=_Log.START)
             mark = _Line(step=purge_step, session_log=start)
             mark.wall_time = time.time()

@@ -16,7 +16,6 @@ from jaxrel.checkpoint.checkpointer import Checkpointer, SaveFailedError
 from jaxrel.checkpoint.host_random import capture, derive, restore
 from jaxrel.checkpoint.together import together
 from jaxrel.data.pipeline import Feed, check_fingerprint, merge_states
-from jaxrel.digest import state_digest
 from jaxrel.exit_codes import DataRefusedError, DivergedError, PreemptedError
 from jaxrel.train.evaluation import Evaluation
 from jaxrel.train.everyone import from_everyone
@@ -194,9 +193,9 @@ class Trainer:
             "host_random": capture(),
         }
         self._tell_saves(self.checkpointer.wait)
-        self.checkpointer.save(done, state, extra=extra, words=record.words)
+        digest = self.checkpointer.save(done, state, extra=extra, words=record.words)
         self.recorder.phase("train", done)
-        return state_digest(self.step.abstract_state, record.words)
+        return digest
 
     def _tell_saves(self, look: Callable[[], None]) -> None:
         """Look for saves that are complete, or failed, and put them on record."""

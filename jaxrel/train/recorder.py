@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -31,9 +31,12 @@ from jaxrel.events import (
 from jaxrel.exit_codes import ExitCode, JaxrelError
 from jaxrel.heartbeat import Heartbeat
 from jaxrel.ledger import Ledger
+from jaxrel.ledger.reader import highest_attempt
 
 log = logging.getLogger(__name__)
 
+SUPERVISED = "JAXREL_ATTEMPT"
+"""Environment variable that a leader sets: the attempt of the run, from 1."""
 WHOLE = 32
 """Groups up to which every step records all of them."""
 WHOLE_EVERY = 100
@@ -102,11 +105,11 @@ class Recorder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None:
+        if error is not None and not isinstance(error, GeneratorExit):
             code = int(error.code if isinstance(error, JaxrelError) else ExitCode.FAILED)
             line = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+            self.write(WorkerFailed(line, code))
             if code != ExitCode.PREEMPTED:
-                self.write(WorkerFailed(line, code))
                 self.heartbeat.failed(error)
         for sink in self.sinks:
             sink.close()
@@ -145,7 +148,7 @@ class Recorder:
     def step(
         self,
         step: int,
-        loss: float,
+        loss: float | None,
         grad_norm: float | None = None,
         *,
         learning_rate: float | None = None,
@@ -189,6 +192,15 @@ class Recorder:
             sink.flush()
         if self._ledger is not None:
             self._ledger.sync()
+
+
+def run_attempt(run_dir: str | os.PathLike[str], everyone: Callable[[Any], list[Any]]) -> int:
+    """The number of this attempt: the leader's, else one more than the ledger has.
+
+    Collective: `everyone` gives each process's answer, and process 0's holds.
+    """
+    given = os.environ.get(SUPERVISED)
+    return int(given) if given else everyone(highest_attempt(Path(run_dir)))[0] + 1
 
 
 def digest_of(values: Any, step: int) -> Any:

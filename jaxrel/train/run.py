@@ -21,7 +21,6 @@ from jaxrel.data.corpus import standard_library_corpus
 from jaxrel.data.held_out import HeldOut
 from jaxrel.data.pipeline import Feed, open_feed
 from jaxrel.exit_codes import ExitCode, UsageError
-from jaxrel.ledger.reader import highest_attempt
 from jaxrel.mesh.build import build_mesh, degrees, refit
 from jaxrel.mesh.compile_cache import use_compile_cache
 from jaxrel.mesh.join import fix_cpu_threads, joined, use_cpu_devices
@@ -33,12 +32,9 @@ from jaxrel.train.evaluation import Evaluation, make_row_losses
 from jaxrel.train.everyone import from_everyone
 from jaxrel.train.loop import Trainer
 from jaxrel.train.progress import ProgressLine
-from jaxrel.train.recorder import Recorder, dump_on_request
+from jaxrel.train.recorder import SUPERVISED, Recorder, dump_on_request, run_attempt
 from jaxrel.train.step import TrainStep, make_train_step
 from jaxrel.train.stop import StopSignal
-
-SUPERVISED = "JAXREL_ATTEMPT"
-"""Environment variable that a leader sets: the attempt of the run, from 1."""
 
 
 def train(config: Config) -> int:
@@ -106,9 +102,7 @@ def _begin_run(config: Config, degrees: dict[str, int]) -> None:
 
 def _begin_record(config: Config, recorder: Recorder) -> None:
     """Open the ledger, on every process as the same attempt, and process 0's TensorBoard files."""
-    attempt = int(
-        os.environ.get(SUPERVISED) or from_everyone(highest_attempt(config.run.dir))[0] + 1
-    )
+    attempt = run_attempt(config.run.dir, from_everyone)
     process, processes = jax.process_index(), jax.process_count()
     sinks = [TensorBoard(f"{config.run.dir}/tensorboard")] if process == 0 else []
     together(lambda: recorder.begin(config.run.dir, process, processes, attempt, sinks))

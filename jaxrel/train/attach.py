@@ -1,0 +1,281 @@
+"""A training loop of your own, made resumable, supervised and reported, in a few lines:
+
+    run = jaxrel.attach("run", (model, optimizer), steps=1000, data=iterator)
+    for step in run:                    # from wherever the newest checkpoint left off
+        loss = train_step(model, optimizer, next(iterator))
+        run.completed(loss=loss)
+
+Flax NNX objects are read and updated in place. A loop over a value, as with Linen or plain
+functions, takes it from `run.state` and gives the new one to `run.completed(state, loss=...)`.
+"""
+
+import atexit
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxrel.checkpoint import Checkpointer
+from jaxrel.checkpoint.host_random import capture, derive, restore
+from jaxrel.checkpoint.together import together
+from jaxrel.config import Config
+from jaxrel.config_file import with_environment
+from jaxrel.exit_codes import (
+    DataRefusedError,
+    DivergedError,
+    ExitCode,
+    JaxrelError,
+    PreemptedError,
+    UsageError,
+)
+from jaxrel.mesh.compile_cache import use_compile_cache
+from jaxrel.mesh.join import joined, use_cpu_devices
+from jaxrel.report.tensorboard import TensorBoard
+from jaxrel.run_lock import claim
+from jaxrel.train.everyone import from_everyone
+from jaxrel.train.recorder import Recorder, dump_on_request, run_attempt
+from jaxrel.train.stop import StopSignal
+
+_process = ExitStack()
+"""What lasts as long as this process: its place in the job."""
+
+
+def join() -> None:
+    """Take this process's place in the job that `jaxrel launch` started; else do nothing.
+
+    Only a job of several processes, or one with --cpu-devices, needs it: before JAX's devices
+    are first used. Raises FailedError naming processes that do not come.
+    """
+    config = with_environment(Config())
+    if config.mesh.cpu_devices is not None:
+        use_cpu_devices(config.mesh.cpu_devices)
+    _process.enter_context(joined(config.job))
+
+
+def attach(
+    run_dir: str | os.PathLike[str],
+    state: Any,
+    *,
+    steps: int,
+    data: Any = None,
+    interval: int = 100,
+    keep: int = 3,
+    seed: int = 0,
+) -> "Run":
+    """Make a loop resumable: restores `state` and `data` from the newest checkpoint, if any.
+
+    Args:
+        run_dir: Directory of the run: ledger, checkpoints, TensorBoard files.
+        state: NNX objects (a model and its optimizer), updated in place, or any pytree of
+            arrays. Everything that training changes belongs to it.
+        steps: Updates after which the run is complete.
+        data: The iterator from which the loop draws one batch a step, with `get_state` and
+            `set_state` as Grain's have; None where a batch follows from the step's number.
+        interval: Steps between checkpoints; the last step is always saved.
+        keep: Newest checkpoints kept.
+        seed: For Python's and NumPy's generators in a new run.
+
+    Raises UsageError and DataRefusedError. In a script, these and every other exception from
+    here on end the process with the exit code that a supervisor understands.
+    """
+    for name, value in (("steps", steps), ("interval", interval), ("keep", keep)):
+        if value < 1:
+            raise UsageError(f"{name}: got {value}: expected at least 1")
+    return Run(Path(run_dir), state, data, steps, interval, keep, seed)
+
+
+class Run:
+    """A loop that `attach` made resumable. Iterating gives the numbers of the steps, from 0."""
+
+    def __init__(
+        self, run_dir: Path, state: Any, data: Any, steps: int, interval: int, keep: int, seed: int
+    ) -> None:
+        self.run_dir, self.steps, self.interval = run_dir, steps, interval
+        self._in_place = _has_nnx(state)
+        self.state = state
+        """The state of the last completed step."""
+        self._data = data
+        self._recorder = Recorder()
+        sys.excepthook = self._leave
+        self._recorder.phase("start")
+        self._checkpointer = Checkpointer(run_dir / "checkpoints", keep=keep)
+        latest = self._checkpointer.latest()
+        self.done = latest or 0
+        """Completed updates."""
+        self._told, self._compiled = self.done, False
+        self._waiting: tuple[int, Any] | None = None
+        self._stop = StopSignal()
+        if self.done >= steps:
+            print(f"already complete: step {self.done} is saved, steps is {steps}", file=sys.stderr)
+            self._recorder.done()
+        else:
+            self._begin(latest, seed)
+
+    def __iter__(self) -> Iterator[int]:
+        """The steps that are left; what comes after the loop's body is done here."""
+        if self.done >= self.steps:
+            return
+        with self._checkpointer, self._stop, self._recorder:
+            while self.done < self.steps and not self._stop.asked(self.done):
+                step = self.done
+                yield step
+                if self.done == step:
+                    self.completed()
+            self._tell()
+            self._recorder.phase("checkpoint", self.done)
+            self._checkpointer.wait()
+            self._tell_saves()
+            if self.done < self.steps:
+                self._save()
+                self._checkpointer.wait()
+                self._tell_saves()
+                what = f"step {self.done} is saved" if self.done else "no step was complete"
+                raise PreemptedError(f"asked to stop: {what}; start again to go on")
+            self._recorder.phase("stop", self.done)
+            self._recorder.finished(self.done, self._digest)
+        atexit.register(self._recorder.done)
+
+    def completed(self, state: Any = None, *, loss: Any = None, **fields: Any) -> None:
+        """One more update is done (it may still be under way on the devices).
+
+        Args:
+            state: The new state, where it is not updated in place.
+            loss: The step's loss: a number, or an array that becomes one.
+            fields: `grad_norm`, `learning_rate`: numbers, as in `events.StepCompleted`.
+
+        Raises DivergedError when a loss is not finite; nothing is saved then.
+        """
+        if state is not None:
+            self.state = state
+        elif not self._in_place:
+            raise UsageError("completed: got no state: this loop's state is not updated in place")
+        if self.done == 0 or (self._told == self.done and self._waiting is None):
+            self._recorder.phase("train", self.done)  # the first call has compiled the step
+        self._tell()
+        self.done += 1
+        self._waiting = (self.done, {"loss": loss, **fields})
+        self._recorder.at("step", self._told, self.done)
+        self._checkpointer.check()
+        self._tell_saves()
+        if self.done % self.interval == 0 or self.done == self.steps:
+            self._save()
+
+    def _begin(self, latest: int | None, seed: int) -> None:
+        if jax.process_index() == 0:
+            claim(self.run_dir)
+        processes, tensorboard = jax.process_count(), TensorBoard(self.run_dir / "tensorboard")
+        attempt = run_attempt(self.run_dir, from_everyone)
+        self._recorder.begin(
+            self.run_dir, jax.process_index(), processes, attempt, sinks=[tensorboard]
+        )
+        dump_on_request(self.run_dir, self._recorder.heartbeat)
+        use_compile_cache(self.run_dir / "compiled")
+        self._recorder.phase("restore")
+        digest = None
+        if latest is None:
+            derive(seed, jax.process_index(), 0)
+        else:
+            digest = together(lambda: self._restore(latest, seed))
+            print(f"resumed from step {latest}", file=sys.stderr)
+        devices = {"devices": jax.device_count()}
+        self._recorder.resumed(self.done, devices, digest)
+        self._recorder.phase("compile", self.done)
+        self._digest = digest or ""
+
+    def _restore(self, step: int, seed: int) -> str:
+        """Bring state, data and host random states back; returns the state's digest."""
+        now = self._arrays()
+        found, manifest = self._checkpointer.restore(jax.tree.map(_abstract, now), step)
+        found = jax.tree.map(_as_before, now, found)
+        if self._in_place:
+            state = nnx.state(self.state)
+            nnx.replace_by_pure_dict(state, found)
+            nnx.update(self.state, state)
+        else:
+            self.state = found
+        extra = manifest["extra"]
+        restore(extra["host_random"], seed=seed, step=step)
+        positions = extra.get("position")
+        if (positions is None) != (self._data is None):
+            what = "has no data position" if positions is None else "has a data position"
+            raise DataRefusedError(f"checkpoint of step {step}: {what}, and this run is otherwise")
+        if positions is not None:
+            if len(positions) != jax.process_count():
+                raise DataRefusedError(
+                    f"checkpoint of step {step}: its data position is that of {len(positions)}"
+                    f" processes, here are {jax.process_count()}"
+                )
+            self._data.set_state(positions[jax.process_index()])
+        return manifest["state_digest"]
+
+    def _save(self) -> None:
+        self._tell()
+        self._recorder.phase("checkpoint", self.done)
+        self._recorder.sync()
+        position = None if self._data is None else from_everyone(self._data.get_state())
+        extra = {"position": position, "host_random": capture()}
+        self._checkpointer.wait()
+        self._tell_saves()
+        self._digest = self._checkpointer.save(self.done, self._arrays(), extra=extra)
+        self._recorder.phase("train", self.done)
+
+    def _arrays(self) -> Any:
+        return nnx.to_pure_dict(nnx.state(self.state)) if self._in_place else self.state
+
+    def _tell(self) -> None:
+        """Record the step before, whose loss is known by now: so one is always under way."""
+        if self._waiting is None:
+            return
+        (step, fields), self._waiting = self._waiting, None
+        known: dict[str, Any] = {n: None if x is None else float(x) for n, x in fields.items()}
+        loss = known["loss"]
+        if loss is not None and not np.isfinite(loss):
+            raise DivergedError(f"step {step}: loss {loss:g}; nothing after this is saved")
+        self._recorder.step(step, **known)
+        self._recorder.at("data", step, self.done)
+        self._told = step
+
+    def _tell_saves(self) -> None:
+        for save in self._checkpointer.landed():
+            self._recorder.saved(save.step, save.seconds, save.blocking_s, save.state_digest)
+
+    def _leave(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Called for an exception that nobody caught: the exit code says what it was."""
+        if isinstance(error, JaxrelError):
+            print(f"jaxrel: {' '.join(str(error).split())}", file=sys.stderr)
+            code = int(error.code)
+        else:
+            traceback.print_exception(kind, error, trace)
+            code = 130 if isinstance(error, KeyboardInterrupt) else int(ExitCode.FAILED)
+        self._recorder.__exit__(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # Python would first wait for threads, and JAX for processes that are gone
+
+
+def _has_nnx(state: Any) -> bool:
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Pytree))
+    return any(isinstance(leaf, nnx.Pytree) for leaf in leaves)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _as_before(old: Any, new: jax.Array) -> Any:
+    """The restored array, free to move to other devices if the one before was."""
+    if getattr(old, "committed", False) or jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
+        return new
+    return jnp.asarray(np.asarray(new))
