@@ -145,6 +145,13 @@ def report(args: Namespace) -> int:
     return ExitCode.OK
 
 
+def demo(args: Namespace) -> int:
+    """Train on real text, be killed, hang, shrink, grow, and end in the same bits: see it here."""
+    from jaxrel.habits.demo import demo as run
+
+    return run(args.dir)
+
+
 def read_config(parser: ArgumentParser, argv: list[str], path: str) -> Config:
     """The file's values, overridden by the flags in `argv`, then by nothing else.
 
@@ -199,6 +206,8 @@ def _dispatch(argv: list[str]) -> int:
         return launch(args.launch, command)
     if args.subcommand == "agent":
         return agent(args.agent)
+    if args.subcommand == "demo":
+        return demo(args.demo)
     group = args[args.subcommand]
     commands = {"data build": data_build, "checkpoint list": checkpoint_list}
     return commands[f"{args.subcommand} {group.subcommand}"](group[group.subcommand])
@@ -250,6 +259,9 @@ def _parsers() -> tuple[ArgumentParser, ArgumentParser]:
     reporting.add_argument("--json", action="store_true", help="one JSON document")
     commands.add_subcommand("report", reporting, help=report.__doc__)
     _add_supervision(commands)
+    demonstration = ArgumentParser(description=demo.__doc__)
+    demonstration.add_argument("--dir", metavar="DIR", help="a new or empty folder for the runs")
+    commands.add_subcommand("demo", demonstration, help=demo.__doc__)
     return top, training
 
 

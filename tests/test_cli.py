@@ -174,9 +174,15 @@ def test_a_wrong_configuration_is_one_line_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        ("", "command: got nothing: expected one of train, data, checkpoint"),
+        (
+            "",
+            "command: got nothing: expected one of train, data, checkpoint, report, launch, agent",
+        ),
         ("trian", "trian: unknown command; did you mean train?"),
-        ("xyz", "xyz: unknown command; expected one of train, data, checkpoint"),
+        (
+            "xyz",
+            "xyz: unknown command; expected one of train, data, checkpoint, report, launch, agent",
+        ),
         ("train", "config: got nothing: it is required; see --help"),
         ("data", "data: got nothing: expected one of build"),
         ("data bulid", "bulid: unknown command; did you mean build?"),

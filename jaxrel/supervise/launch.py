@@ -1,0 +1,87 @@
+"""`jaxrel launch`: a command as a supervised job on this machine."""
+
+import asyncio
+import math
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxrel.exit_codes import UsageError
+from jaxrel.ledger import Ledger
+from jaxrel.ledger.reader import highest_attempt
+from jaxrel.supervise.console import Console
+from jaxrel.supervise.core import Policy
+from jaxrel.supervise.deadlines import Deadlines
+from jaxrel.supervise.leader import Job, Leader
+from jaxrel.supervise.local import LocalHosts
+from jaxrel.supervise.narrator import Narrator
+from jaxrel.supervise.ports import fresh_ports
+from jaxrel.supervise.verdict import Budget
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The flags of `jaxrel launch`; seconds, counts, and names."""
+
+    command: tuple[str, ...]
+    run_dir: str
+    backend: str = "local"
+    hosts: int = 1
+    processes_per_host: int = 1
+    cpu_devices: int | None = None
+    max_restarts: int = 10
+    max_no_progress: int = 3
+    hang_floor: float = 60.0
+    grace: float = 60.0
+
+    def check(self) -> None:
+        """Raises UsageError, naming the flag that cannot be used as given."""
+        counts = ("hosts", "processes_per_host", "cpu_devices", "max_no_progress")
+        for name in counts:
+            value = getattr(self, name)
+            _expect(name, value, value is None or value >= 1, "at least 1")
+        _expect("max_restarts", self.max_restarts, self.max_restarts >= 0, "at least 0")
+        _expect("hang_floor", self.hang_floor, 0 < self.hang_floor < math.inf, "seconds above 0")
+        _expect("grace", self.grace, 0 <= self.grace < math.inf, "seconds from 0")
+        _expect("backend", self.backend, self.backend == "local", "local")
+        if not self.command:
+            raise UsageError("CMD: got nothing: expected a command after --")
+        if shutil.which(self.command[0]) is None:
+            raise UsageError(f"CMD: got {self.command[0]!r}: there is no such command")
+
+
+def launch(asked: Launch) -> int:
+    """Run a job to its end; its exit code. Raises UsageError before anything is started."""
+    asked.check()
+    run_dir = Path(asked.run_dir).absolute()
+    hosts = tuple(f"host{number}" for number in range(asked.hosts))
+    policy = Policy(
+        hosts,
+        asked.processes_per_host,
+        Deadlines(asked.hang_floor),
+        asked.grace,
+        jitter=random.random(),
+    )
+    console = Console()
+    # The number is given: a job inside a worker of another one counts its own attempts.
+    with Ledger(run_dir, source="leader", attempt=highest_attempt(run_dir) + 1) as ledger:
+        leader = Leader(
+            Job(asked.command, run_dir, asked.cpu_devices),
+            policy,
+            Budget(asked.max_restarts, asked.max_no_progress),
+            hosts=LocalHosts(hosts),
+            ledger=ledger,
+            pick_port=fresh_ports(),
+            narrator=Narrator(console, run_dir),
+        )
+        try:
+            return asyncio.run(leader.run())
+        finally:
+            console.close()
+
+
+def _expect(flag: str, value: object, good: bool, expected: str) -> None:
+    if not good:
+        name = flag.replace("_", "-")
+        raise UsageError(f"--{name}: got {value}: expected {expected}")
