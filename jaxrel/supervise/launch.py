@@ -4,11 +4,11 @@ import asyncio
 import math
 import random
 import shutil
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrel.exit_codes import UsageError
-from jaxrel.ledger import Ledger
 from jaxrel.ledger.reader import highest_attempt
 from jaxrel.supervise.console import Console
 from jaxrel.supervise.core import Policy
@@ -17,6 +17,7 @@ from jaxrel.supervise.leader import Job, Leader
 from jaxrel.supervise.local import LocalHosts
 from jaxrel.supervise.narrator import Narrator
 from jaxrel.supervise.ports import fresh_ports
+from jaxrel.supervise.provisional import Provisional
 from jaxrel.supervise.verdict import Budget
 
 
@@ -65,7 +66,8 @@ def launch(asked: Launch) -> int:
     )
     console = Console()
     # The number is given: a job inside a worker of another one counts its own attempts.
-    with Ledger(run_dir, source="leader", attempt=highest_attempt(run_dir) + 1) as ledger:
+    first = highest_attempt(run_dir) + 1
+    with closing(Provisional(run_dir, first, len(policy.placement()))) as ledger:
         leader = Leader(
             Job(asked.command, run_dir, asked.cpu_devices),
             policy,

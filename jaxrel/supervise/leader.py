@@ -36,12 +36,16 @@ _CATCH_UP_S = 0.5
 
 
 class LedgerLike(Protocol):
-    """What the leader needs of `jaxrel.ledger.Ledger`."""
+    """What the leader needs of `Provisional`."""
 
     attempt: int
 
     def write(self, event: Event) -> None:
         """Append an event."""
+        ...
+
+    def heard(self, phase: str) -> None:
+        """A worker says that it is at `phase`."""
         ...
 
     def begin_attempt(self, attempt: int) -> None:
@@ -207,6 +211,8 @@ class Leader:
                 message = decode(line)
                 if hasattr(message, "at"):  # an age, on the wire
                     message = replace(message, at=loop.time() - message.at)
+                if isinstance(message, x.Progress):
+                    self._ledger.heard(message.beat.phase)
                 if not isinstance(message, Alive):
                     self._feed(message)
         except (ProtocolError, OSError, ValueError) as error:
