@@ -26,6 +26,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from benchmarks import bare_step
 from benchmarks.ablations import ABLATIONS, ablated
@@ -35,8 +36,8 @@ from jaxrel.config import ModelConfig, OptimizerConfig
 from jaxrel.mesh.build import build_mesh
 from jaxrel.mesh.join import use_cpu_devices
 from jaxrel.models import transformer
-from jaxrel.train.run import make_optimizer
 from jaxrel.train.step import TrainStep, make_train_step
+from jaxrel.train.task import make_optimizer, make_schedule
 
 BARS = (("fast", "bare", 1.05), ("invariant", "fast", 1.10))
 """(arm, what it is compared with, highest ratio allowed)."""
@@ -88,11 +89,16 @@ class Arm:
         self.cpu.append(time.process_time() - cpu)
 
 
+def _optimizer() -> optax.GradientTransformation:
+    config = OptimizerConfig()
+    return make_optimizer(config, make_schedule(config, 100))
+
+
 def make_arms(
     size: Size, data: int, fsdp: int, names: Sequence[str], quiet: bool = False
 ) -> tuple[dict[str, Arm], dict[str, Any]]:
     """The arms `names` (and bare twice) on a mesh, and the structure of each."""
-    model, optimizer = size.model(), make_optimizer(OptimizerConfig(), 100)
+    model, optimizer = size.model(), _optimizer()
     loss_fn = transformer.loss_fn(model)
     mesh = build_mesh({"data": data, "fsdp": fsdp, "tensor": 1}, jax.devices()[: data * fsdp])
 

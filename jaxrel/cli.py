@@ -33,13 +33,14 @@ _FLAGS = (
 """Of all subcommands but `train`."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, make_task: Any = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit code.
 
+    `make_task` is what `train` trains, as in `train.run.train`; None is the reference model.
     An error that is meant for people is one line on stderr; any other keeps its traceback.
     """
     try:
-        return _dispatch(sys.argv[1:] if argv is None else list(argv))
+        return _dispatch(sys.argv[1:] if argv is None else list(argv), make_task)
     except JaxrelError as error:
         with contextlib.suppress(OSError):  # nobody reads it: the code still counts
             print(f"jaxrel: {_one_line(str(error))}", file=sys.stderr)
@@ -56,13 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(ExitCode.FAILED)
 
 
-def command() -> NoReturn:
+def command(argv: Sequence[str] | None = None, make_task: Any = None) -> NoReturn:
     """The `jaxrel` command: `main`, then out at once.
+
+    A script that trains a model of its own with `jaxrel train`'s command line calls it with
+    ["train", *sys.argv[1:]] and its `make_task`.
 
     Python itself would first wait for every thread, also for a reader that is stuck or a save
     that is overdue.
     """
-    code = main()
+    code = main(argv, make_task)
     try:
         print(end="", flush=True)
     except OSError:
@@ -70,11 +74,11 @@ def command() -> NoReturn:
     os._exit(code)
 
 
-def train(args: Namespace, config: Config) -> int:
+def train(config: Config, make_task: Any = None) -> int:
     """Train in this process, unsupervised, until the run is finished or told to stop."""
     from jaxrel.train.run import train as run
 
-    return run(config)
+    return run(config) if make_task is None else run(config, make_task)
 
 
 def data_build(args: Namespace) -> int:
@@ -188,7 +192,7 @@ def _own_run_dir(command: Sequence[str]) -> str:
     raise UsageError("--dir: got nothing: expected the run directory; CMD has no --run.dir")
 
 
-def _dispatch(argv: list[str]) -> int:
+def _dispatch(argv: list[str], make_task: Any) -> int:
     """Parse `argv` and call the subcommand that it names."""
     parser, training = _parsers()
     command: list[str] = []
@@ -197,7 +201,7 @@ def _dispatch(argv: list[str]) -> int:
     try:
         args = parser.parse_args(argv)
         if args.subcommand == "train":
-            return train(args.train, read_config(training, argv[1:], args.train.config))
+            return train(read_config(training, argv[1:], args.train.config), make_task)
     except ArgumentError as error:
         raise UsageError(_explain(_one_line(str(error)), argv)) from None
     if args.subcommand == "report":

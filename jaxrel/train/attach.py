@@ -10,11 +10,11 @@ functions, takes it from `run.state` and gives the new one to `run.completed(sta
 """
 
 import atexit
+import contextlib
 import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -45,7 +45,8 @@ from jaxrel.train.everyone import from_everyone
 from jaxrel.train.recorder import Recorder, dump_on_request, run_attempt
 from jaxrel.train.stop import StopSignal
 
-_process = ExitStack()
+_JOIN_S = 60.0
+_process = contextlib.ExitStack()
 """What lasts as long as this process: its place in the job."""
 
 
@@ -87,9 +88,6 @@ def attach(
     Raises UsageError and DataRefusedError. In a script, these and every other exception from
     here on end the process with the exit code that a supervisor understands.
     """
-    for name, value in (("steps", steps), ("interval", interval), ("keep", keep)):
-        if value < 1:
-            raise UsageError(f"{name}: got {value}: expected at least 1")
     return Run(Path(run_dir), state, data, steps, interval, keep, seed)
 
 
@@ -106,6 +104,9 @@ class Run:
         self._data = data
         self._recorder = Recorder()
         sys.excepthook = self._leave
+        for name, value in (("steps", steps), ("interval", interval), ("keep", keep)):
+            if value < 1:
+                raise UsageError(f"{name}: got {value}: expected at least 1")
         self._recorder.phase("start")
         self._checkpointer = Checkpointer(run_dir / "checkpoints", keep=keep)
         latest = self._checkpointer.latest()
@@ -258,6 +259,8 @@ class Run:
         else:
             traceback.print_exception(kind, error, trace)
             code = 130 if isinstance(error, KeyboardInterrupt) else int(ExitCode.FAILED)
+        with contextlib.suppress(Exception):
+            self._checkpointer.wait(_JOIN_S)  # a save in flight is as good as any
         self._recorder.__exit__(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -6,17 +6,15 @@ Everything that can be refused is refused before anything is compiled or written
 import os
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from jaxrel.checkpoint import Checkpointer
 from jaxrel.checkpoint.together import together
-from jaxrel.config import BatchConfig, Config, OptimizerConfig, check
+from jaxrel.config import BatchConfig, Config, check
 from jaxrel.data.corpus import standard_library_corpus
 from jaxrel.data.held_out import HeldOut
 from jaxrel.data.pipeline import Feed, open_feed
@@ -24,7 +22,6 @@ from jaxrel.exit_codes import ExitCode, UsageError
 from jaxrel.mesh.build import build_mesh, degrees, refit
 from jaxrel.mesh.compile_cache import use_compile_cache
 from jaxrel.mesh.join import fix_cpu_threads, joined, use_cpu_devices
-from jaxrel.models import transformer
 from jaxrel.provenance import check_run, provenance, write_run_files
 from jaxrel.report.tensorboard import TensorBoard
 from jaxrel.run_lock import claim
@@ -35,12 +32,14 @@ from jaxrel.train.progress import ProgressLine
 from jaxrel.train.recorder import SUPERVISED, Recorder, dump_on_request, run_attempt
 from jaxrel.train.step import TrainStep, make_train_step
 from jaxrel.train.stop import StopSignal
+from jaxrel.train.task import MakeTask, Task, reference_task
 
 
-def train(config: Config) -> int:
+def train(config: Config, make_task: MakeTask = reference_task) -> int:
     """Train as configured, from the newest checkpoint if there is one; returns an exit code.
 
-    Raises JaxrelError with the code of its kind.
+    `make_task` says what is trained; it is called once the devices are known. Raises
+    JaxrelError with the code of its kind.
     """
     with Recorder() as recorder:
         recorder.phase("start")
@@ -52,12 +51,12 @@ def train(config: Config) -> int:
             use_cpu_devices(config.mesh.cpu_devices)
         recorder.phase("join")
         with joined(config.job), StopSignal() as stop:
-            _train(config, stop, recorder)
+            _train(config, make_task, stop, recorder)
             recorder.done()
     return ExitCode.OK
 
 
-def _train(config: Config, stop: StopSignal, recorder: Recorder) -> None:
+def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Recorder) -> None:
     wanted = degrees(config.mesh)
     if SUPERVISED in os.environ:  # an attempt may have fewer devices, or more, than the last
         wanted = refit(wanted, jax.device_count())
@@ -65,7 +64,8 @@ def _train(config: Config, stop: StopSignal, recorder: Recorder) -> None:
     resolved = dict(mesh.shape)
     known = {name: resolved[name] for name in ("data", "fsdp", "tensor")}
     check(replace(config, mesh=replace(config.mesh, **known)))
-    step = make_step(config, mesh)  # traced here, compiled at its first use
+    task = make_task(config)
+    step = make_step(config, task, mesh)  # traced here, compiled at its first use
     groups = step.layout.process_groups()
     feed = open_feed(config.data, config.batch, seed=config.run.seed, groups=groups)
     try:
@@ -76,6 +76,7 @@ def _train(config: Config, stop: StopSignal, recorder: Recorder) -> None:
             deadline_s=config.checkpoint.deadline_s,
         )
         trainer = make_trainer(config, step, feed, checkpointer, stop, recorder)
+        trainer.evaluation = make_evaluation(config, task, step)
         latest = trainer.check_resume()
         if latest is not None and latest >= config.run.steps:
             trainer.progress.note(
@@ -85,7 +86,9 @@ def _train(config: Config, stop: StopSignal, recorder: Recorder) -> None:
         together(lambda: _begin_run(config, resolved))
         _begin_record(config, recorder)
         use_compile_cache(config.run.compiled or f"{config.run.dir}/compiled")
-        trainer.learning_rates = learning_rates(config)
+        if task.schedule is not None:
+            rates = jax.jit(jax.vmap(task.schedule))(np.arange(config.run.steps))
+            trainer.learning_rates = rates.tolist()
         digest = trainer.run()
         trainer.progress.note(f"finished: step {config.run.steps}, state digest {digest}")
     finally:
@@ -108,46 +111,18 @@ def _begin_record(config: Config, recorder: Recorder) -> None:
     together(lambda: recorder.begin(config.run.dir, process, processes, attempt, sinks))
 
 
-def make_step(config: Config, mesh: Any) -> TrainStep:
-    """The step of the reference transformer."""
+def make_step(config: Config, task: Task, mesh: Any) -> TrainStep:
+    """The step of `task` as configured."""
     return make_train_step(
-        transformer.init_fn(config.model),
-        transformer.loss_fn(config.model),
-        make_optimizer(config.optimizer, config.run.steps),
+        task.init_fn,
+        task.loss_fn,
+        task.optimizer,
         mesh,
         groups=config.batch.groups,
         reduction=config.batch.reduction,
         clip_norm=config.optimizer.clip_norm,
-        axes=transformer.logical_axes(config.model),
+        axes=task.axes,
         rules=config.mesh.rules,
-    )
-
-
-def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Linear warm-up and cosine decay, by completed updates."""
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=max(steps, config.warmup_steps + 1),
-        end_value=config.learning_rate * config.final_fraction,
-    )
-
-
-def learning_rates(config: Config) -> list[float]:
-    """The rate that each update is made with, [run.steps]."""
-    schedule, steps = make_schedule(config.optimizer, config.run.steps), config.run.steps
-    return jax.jit(jax.vmap(schedule))(np.arange(steps)).tolist()
-
-
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW with `make_schedule`; weight decay on matrices only."""
-    return optax.adamw(
-        make_schedule(config, steps),
-        b1=config.b1,
-        b2=config.b2,
-        weight_decay=config.weight_decay,
-        mask=partial(jax.tree_util.tree_map_with_path, _is_matrix),
     )
 
 
@@ -175,20 +150,24 @@ def make_trainer(
         facts={"seed": config.run.seed, **_batch_facts(batch)},
         stop=stop,
         recorder=recorder,
-        evaluation=make_evaluation(config, step),
         tokens=tokens,
     )
 
 
-def make_evaluation(config: Config, step: TrainStep) -> Evaluation | None:
-    """The held-out loss of the reference transformer, if it is asked for."""
+def make_evaluation(config: Config, task: Task, step: TrainStep) -> Evaluation | None:
+    """The held-out loss, if it is asked for."""
     if not config.evaluation.every:
         return None
+    if task.evaluation_loss_fn is None:
+        raise UsageError(
+            f"evaluation.every: got {config.evaluation.every}: expected 0, this model has no"
+            " evaluation_loss_fn"
+        )
     corpus = Path(config.data.corpus) if config.data.corpus else standard_library_corpus()
     groups, limit = step.layout.process_groups(), config.evaluation.batches
     batches = HeldOut(corpus, config.batch, groups=groups, limit=limit)
-    loss_fn = transformer.loss_fn(replace(config.model, dropout=0.0))
-    return Evaluation(config.evaluation.every, make_row_losses(step, loss_fn), batches)
+    row_losses = make_row_losses(step, task.evaluation_loss_fn)
+    return Evaluation(config.evaluation.every, row_losses, batches)
 
 
 def _batch_facts(batch: BatchConfig) -> dict[str, Any]:
@@ -198,11 +177,6 @@ def _batch_facts(batch: BatchConfig) -> dict[str, Any]:
         "global_batch": batch.global_size,
         "sequence": batch.sequence,
     }
-
-
-def _is_matrix(path: Any, leaf: Any) -> bool:
-    """Whether weight decay applies: not to norm scales, whose last key is `scale`."""
-    return jax.tree_util.keystr(path[-1:], simple=True) != "scale"
 
 
 def _check_vocabulary(config: Config, feed: Feed) -> None:

@@ -18,6 +18,7 @@ from jaxrel.config_file import load
 from jaxrel.exit_codes import ExitCode
 from jaxrel.mesh.build import build_mesh
 from jaxrel.train.run import make_step
+from jaxrel.train.task import reference_task
 from scripts.campaigns.workers import ROOT, SMALL, Worker, final_digest
 
 Command = Callable[..., tuple[int, list[str]]]
@@ -181,7 +182,8 @@ def test_a_loss_that_is_not_finite_never_reaches_a_checkpoint(
     assert worker.lines[-1].startswith(f"jaxrel: step {newest + 1}: loss ")
     assert worker.lines[-1].endswith("the update was kept out")
 
-    step = make_step(load(run / "config.yaml"), build_mesh({"data": 8, "fsdp": 1, "tensor": 1}))
+    config, mesh = load(run / "config.yaml"), build_mesh({"data": 8, "fsdp": 1, "tensor": 1})
+    step = make_step(config, reference_task(config), mesh)
     state, _ = Checkpointer(run / "checkpoints").restore(step.abstract_state)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.params, state.opt_state)))
 
