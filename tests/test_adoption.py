@@ -139,14 +139,14 @@ def test_a_loop_of_ones_own_under_launch(tmp_path: Path) -> None:
 
 def test_the_script_to_copy_trains_a_model_of_its_own(tmp_path: Path) -> None:
     flags = [
-        ROOT / "scripts/configs/tiny.yaml", "--run.dir", "run", "--run.steps", "12",
+        ROOT / "scripts/configs/tiny.yaml", "--run.dir", "run", "--run.steps", "40",
         "--batch.sequence", "16", "--model.hidden", "16", "--evaluation.every", "6",
         "--evaluation.batches", "1", "--checkpoint.interval", "6",
     ]  # fmt: skip
     script = [sys.executable, ROOT / "scripts/train.py", *flags, "--mesh.cpu_devices"]
-    kill_after([*script, "8", "--run.print_every", "1"], tmp_path, "step 8/")
+    kill_after([*script, "8", "--run.print_every", "1"], tmp_path, "step 38/")
     resumed = finish([*script, "4"], tmp_path)
-    assert "resumed from step 6" in resumed
+    assert re.search(r"^resumed from step (6|12|18|24|30|36)", resumed, re.MULTILINE)
     whole = finish([*script, "2", "--run.dir", "whole"], tmp_path)
     digests = [re.findall(r"state digest (\w{32})", text) for text in (resumed, whole)]
     assert digests[0] == digests[1] != []

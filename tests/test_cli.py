@@ -176,12 +176,14 @@ def test_a_wrong_configuration_is_one_line_and_leaves_nothing(
     [
         (
             "",
-            "command: got nothing: expected one of train, data, checkpoint, report, launch, agent, demo",
+            "command: got nothing: expected one of train, data, checkpoint, report, launch, agent,"
+            " demo",
         ),
         ("trian", "trian: unknown command; did you mean train?"),
         (
             "xyz",
-            "xyz: unknown command; expected one of train, data, checkpoint, report, launch, agent, demo",
+            "xyz: unknown command; expected one of train, data, checkpoint, report, launch, agent,"
+            " demo",
         ),
         ("train", "config: got nothing: it is required; see --help"),
         ("data", "data: got nothing: expected one of build"),

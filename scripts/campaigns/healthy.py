@@ -63,7 +63,7 @@ def judge(run: Path, steps: int) -> dict[str, Any]:
     return {
         "ok": healthy,
         "status": told["status"],
-        "steps": told["steps"],
+        "completed": told["steps"],
         "attempts": len(told["attempts"]),
         "false_alarms": [f"rank {a.rank}: {a.kind}: {a.detail}" for a in alarms],
         "false_looks": looks,
@@ -104,10 +104,8 @@ def main() -> int:
     asked = {name: value for name, value in vars(args).items() if name != "dir"}
     loads = {"load_before": before, "load_after": os.getloadavg()}
     result = asked | loads | {"exit": code} | judge(run, args.steps)
-    alarms, looks = len(result["false_alarms"]), len(result["false_looks"])
-    print(
-        f"{result['steps']} healthy steps: {alarms} false alarms, {looks} false looks, exit {code}"
-    )
+    found = f"{len(result['false_alarms'])} false alarms, {len(result['false_looks'])} false looks"
+    print(f"{result['completed']} healthy steps: {found}; exit {code}")
     print(f"written: {write_result('healthy', 0, result)}")
     return 0 if result["ok"] and code == 0 else 1
 

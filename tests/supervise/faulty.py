@@ -30,9 +30,9 @@ class Fault:
     rank: int
     step: int = 0
     """The update, counted from 1, whose turn it is; not in `join` and `spawn`."""
-    at: Literal["spawn", "join", "data", "step"] = "step"
-    """Before anything else, before meeting the others, instead of the batch, or before the
-    update is handed to the devices."""
+    at: Literal["spawn", "join", "data", "step", "save"] = "step"
+    """Before anything else, before meeting the others, instead of the batch, before the update
+    is handed to the devices, or before what it made is saved."""
 
 
 def train(run: Path, compiled: Path, *faults: Fault, **more: Any) -> list[str]:
@@ -129,7 +129,7 @@ class Faults:
         if at in self._calls:
             self._calls[at] += 1
         for fault in self._mine:
-            if fault.at == at and fault.step == self._calls.get(at, 0):
+            if fault.at == at and fault.step == self._calls.get(at, self._calls["step"]):
                 file = _noted(Path(os.environ["JAXREL_RUN_DIR"]), fault)
                 file.parent.mkdir(exist_ok=True)
                 file.write_text(str(time.time()))
@@ -137,6 +137,7 @@ class Faults:
 
     def get_in(self) -> None:
         """From now on the training loop comes by here."""
+        from jaxrel.checkpoint import Checkpointer
         from jaxrel.data.feed import GroupFeed
         from jaxrel.train import run
         from jaxrel.train.recorder import Recorder
@@ -145,6 +146,7 @@ class Faults:
         self._before(TrainStep, "__call__", lambda *_: self.reached("step"))
         self._before(GroupFeed, "__next__", lambda *_: self.reached("data"))
         self._before(Recorder, "resumed", self._count_from)
+        self._before(Checkpointer, "save", lambda *_: self.reached("save"))
         self._before(run, "joined", lambda *_: self.reached("join"))
 
     def _count_from(self, recorder: Any, step: int, *_: Any) -> None:

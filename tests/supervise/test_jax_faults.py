@@ -26,7 +26,7 @@ FLAGS = (*TWO_BY_FOUR, "--max-no-progress", "9")
 DEADLINE_S = 600.0
 
 DEATHS = [
-    (Fault("killed", 1, rank=1, step=3), "signal", "killed by SIGKILL in step, 1 steps"),
+    (Fault("killed", 1, rank=1, step=3), "signal", "killed by SIGKILL in step, 2 steps"),
     (Fault("killed", 2, rank=0, step=6), "signal", "killed by SIGKILL in step, 4 steps"),
     (Fault("raises", 3, rank=1, step=7), "exception", "KeyError: 'no such token'"),
     (Fault("exits_with_0", 4, rank=0, step=8), "exit", "left before the run was complete, in"),
@@ -62,11 +62,9 @@ def test_every_death_is_seen_at_once_and_made_good(
         at, failure = failures[fault.attempt]
         check_named(failure, fault, kind, says)
         assert failure.after_s < 3.0  # a second, on a machine that has one to spare
-        if fault.does != "exits_from_a_thread":  # which does so later
-            assert abs(at - faulty.moment(run, fault) - failure.after_s) < 1.0
-        # The survivor wrote its stacks, or was gone before it could be asked.
-        survivor = run / "stacks" / f"attempt-{fault.attempt}-rank-{1 - fault.rank}.txt"
-        assert "loop.py" in survivor.read_text() or fault.rank == 0
+        assert 0.0 < at - faulty.moment(run, fault) < 10.0
+    survivor = run / "stacks" / "attempt-5-rank-0.txt"  # the others were gone as well by then
+    assert "in is_late" in survivor.read_text()
     preempted = failures[last][1]
     assert (preempted.kind, preempted.rank) == ("preempted", None)
     check_same_bits(run, undisturbed)
@@ -116,9 +114,10 @@ def test_a_job_that_is_told_to_stop_does_and_goes_on_later(
         launched.process.send_signal(signal.SIGTERM)
         killed = launched.finish(DEADLINE_S)
     assert killed.code == 70, killed.text
-    assert "asked to stop (SIGTERM): " in killed.reason
-    assert "rank 1" in killed.failure.detail
-    assert killed.failure.kind == "hang"
+    assert killed.reason == "asked to stop (SIGTERM): ranks 0, 1 had to be killed"
+    # Rank 0 wanted to leave, and waited for rank 1 to leave with it.
+    assert killed.failure.detail == "ranks 0, 1 did not leave within 8 s of SIGTERM"
+    assert (killed.failure.kind, killed.failure.rank) == ("hang", None)
     assert len(killed.of(GangDead)) == 1
 
     with Launched(run, command, *FLAGS) as launched:
