@@ -25,6 +25,7 @@ from jaxrel import config_file
 from jaxrel.config import Config, check, show
 from jaxrel.exit_codes import ExitCode, JaxrelError, UsageError
 
+_COMMANDS = ("train", "data", "checkpoint", "report", "launch", "agent", "demo")
 _FLAGS = (
     "--out", "--tokenizer", "--held-out", "--json", "--backend", "--hosts", "--processes-per-host",
     "--cpu-devices", "--dir", "--max-restarts", "--max-no-progress", "--hang-floor", "--grace",
@@ -313,7 +314,7 @@ def _explain(message: str, argv: list[str]) -> str:
         advice = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(names)}"
         return f"{found[1]}: unknown command; {advice}"
     if found := re.match(r'expected "(.*?)\.?subcommand" to be one of {(.*)},', message):
-        names = found[2].replace(",", ", ")
+        names = found[2].replace(",", ", ") if found[1] else ", ".join(_COMMANDS)  # cut short there
         return f"{found[1] or 'command'}: got nothing: expected one of {names}"
     if found := re.match(r"argument --([\w.-]+): expected (.*)", message):
         return f"{found[1]}: got nothing: expected {_expected(found[1], found[2])}"
