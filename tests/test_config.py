@@ -296,6 +296,14 @@ def test_the_launcher_fills_what_is_not_given() -> None:
         with_environment(Config(), {"JAXREL_PROCESS_ID": "x"})
 
 
+def test_the_launchers_number_of_devices_wins() -> None:
+    given = section(mesh={"cpu_devices": 8, "data": 2})
+    filled = with_environment(given, {"JAXREL_CPU_DEVICES": "4"})
+    assert (filled.mesh.cpu_devices, filled.mesh.data) == (4, 2)
+    with pytest.raises(UsageError, match="^JAXREL_CPU_DEVICES: got '': expected a whole number$"):
+        with_environment(given, {"JAXREL_CPU_DEVICES": ""})
+
+
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrel.config import MeshConfig
 from jaxrel.exit_codes import UsageError
-from jaxrel.mesh.build import build_mesh, degrees, resolve
+from jaxrel.mesh.build import build_mesh, degrees, refit, resolve
 
 
 def test_named_axes_come_after_the_three_in_order() -> None:
@@ -61,3 +61,30 @@ def test_neighbouring_devices_lie_on_the_innermost_axes() -> None:
 def test_a_mesh_of_some_of_the_devices() -> None:
     mesh = build_mesh({"data": -1, "fsdp": 2}, jax.devices()[:4])
     assert dict(mesh.shape) == {"data": 2, "fsdp": 2}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("wanted", "devices", "fitted"),
+    [
+        ((8, 1, 1), 8, (8, 1, 1)),  # it fits: nothing changes
+        ((8, 1, 1), 4, (4, 1, 1)),
+        ((2, 4, 1), 4, (1, 4, 1)),  # fsdp keeps its degree as long as it can
+        ((2, 4, 1), 2, (1, 2, 1)),
+        ((2, 4, 1), 16, (4, 4, 1)),
+        ((2, 2, 2), 4, (1, 2, 2)),  # tensor stays
+        ((4, -1, 1), 2, (2, 1, 1)),
+        ((-1, 4, 1), 2, (1, 2, 1)),
+    ],
+)
+def test_batch_axes_are_refitted(
+    wanted: tuple[int, ...], devices: int, fitted: tuple[int, ...]
+) -> None:
+    names = ("data", "fsdp", "tensor")
+    found = refit(dict(zip(names, wanted, strict=True)), devices)
+    assert tuple(found[name] for name in names) == fitted
+
+
+def test_devices_that_the_tensor_axis_does_not_divide_are_refused() -> None:
+    with pytest.raises(UsageError, match="tensor 4: the degrees must multiply to the 2 devices"):
+        refit({"data": 2, "fsdp": 1, "tensor": 4}, 2)
