@@ -103,11 +103,12 @@ def main() -> int:
         code = subprocess.run(command(run, args), cwd=ROOT, env=environment, check=False).returncode
     asked = {name: value for name, value in vars(args).items() if name != "dir"}
     loads = {"load_before": before, "load_after": os.getloadavg()}
-    result = asked | loads | {"exit": code} | judge(run, args.steps)
-    found = f"{len(result['false_alarms'])} false alarms, {len(result['false_looks'])} false looks"
-    print(f"{result['completed']} healthy steps: {found}; exit {code}")
-    print(f"written: {write_result('healthy', 0, result)}")
-    return 0 if result["ok"] and code == 0 else 1
+    found = judge(run, args.steps)
+    alarms, looks = len(found["false_alarms"]), len(found["false_looks"])
+    wrong = f"{alarms} false alarms, {looks} false looks"
+    print(f"{found['completed']} healthy steps: {wrong}; exit {code}")
+    print(f"written: {write_result('healthy', 0, asked | loads | {'exit': code} | found)}")
+    return 0 if found["ok"] and code == 0 else 1
 
 
 if __name__ == "__main__":

@@ -51,13 +51,14 @@ def train(run: Path, compiled: Path, *faults: Fault, **more: Any) -> list[str]:
     return command
 
 
+def note(run: Path, fault: Fault) -> Path:
+    """The file that is there, and is never changed, once it happens."""
+    return run / "faults" / f"attempt-{fault.attempt}-rank-{fault.rank}-{fault.does}"
+
+
 def moment(run: Path, fault: Fault) -> float:
     """When it happened, in seconds since the epoch."""
-    return float(_noted(run, fault).read_text())
-
-
-def _noted(run: Path, fault: Fault) -> Path:
-    return run / "faults" / f"attempt-{fault.attempt}-rank-{fault.rank}"
+    return note(run, fault).stat().st_mtime
 
 
 # What can go wrong
@@ -96,8 +97,10 @@ def is_late() -> None:
     time.sleep(3.0)
 
 
-def is_preempted() -> None:
+def gets_sigterm() -> None:
+    """And gives all processes time to agree where to stop, before the steps run out."""
     os.kill(os.getpid(), signal.SIGTERM)
+    is_late()
 
 
 def ignores_sigterm() -> None:
@@ -130,9 +133,9 @@ class Faults:
             self._calls[at] += 1
         for fault in self._mine:
             if fault.at == at and fault.step == self._calls.get(at, self._calls["step"]):
-                file = _noted(Path(os.environ["JAXREL_RUN_DIR"]), fault)
+                file = note(Path(os.environ["JAXREL_RUN_DIR"]), fault)
                 file.parent.mkdir(exist_ok=True)
-                file.write_text(str(time.time()))
+                file.touch(exist_ok=False)
                 globals()[fault.does]()
 
     def get_in(self) -> None:

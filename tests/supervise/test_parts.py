@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from jaxrel.heartbeat import Beat
-from jaxrel.ledger import Ledger
 from jaxrel.ledger.reader import read
 from jaxrel.supervise import exchange as x
 from jaxrel.supervise import proc
@@ -25,6 +24,7 @@ from jaxrel.supervise.leader import Job, Leader
 from jaxrel.supervise.messages import Hello, ProtocolError, Spawn, decode, encode
 from jaxrel.supervise.narrator import Narrator
 from jaxrel.supervise.ports import fresh_ports
+from jaxrel.supervise.provisional import Provisional
 from jaxrel.supervise.verdict import Budget
 
 
@@ -161,7 +161,7 @@ class OnlyAStranger:
 
 def test_who_has_no_token_is_no_host(tmp_path: Path) -> None:
     hosts = OnlyAStranger()
-    with Ledger(tmp_path, source="leader", attempt=1) as ledger:
+    with contextlib.closing(Provisional(tmp_path, 1, 1)) as ledger:
         leader = Leader(
             Job(("sleep", "1"), tmp_path),
             Policy(("host0",), host_s=1.0),
