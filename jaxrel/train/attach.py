@@ -171,8 +171,7 @@ class Run:
             self._save()
 
     def _begin(self, latest: int | None, seed: int) -> None:
-        if jax.process_index() == 0:
-            claim(self.run_dir)
+        together(lambda: claim(self.run_dir) if jax.process_index() == 0 else None)
         processes, tensorboard = jax.process_count(), TensorBoard(self.run_dir / "tensorboard")
         attempt = run_attempt(self.run_dir, from_everyone)
         self._recorder.begin(
