@@ -37,6 +37,8 @@ QUICK = (
 )  # fmt: skip
 BAR = 1.1
 """Highest ratio of a recovery to a plain start."""
+LEAST = 6
+"""Rounds that a verdict takes: all of fewer fall on one side too often by chance."""
 PLAIN, AGAIN, RECOVERY, LOOP = "plain start", "plain start again", "recovery", "shell loop"
 
 ABLATIONS = {
@@ -114,15 +116,14 @@ def judge(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
             for name, ones in parts.items()
         }
         workers = {n: totals[PLAIN][n] - one["launch"] for n, one in parts[PLAIN].items()}
-        control, ratio = (
-            _paired(totals[AGAIN], totals[PLAIN]),
-            _paired(totals[RECOVERY], totals[PLAIN]),
-        )
+        control = _paired(totals[AGAIN], totals[PLAIN])
+        ratio = _paired(totals[RECOVERY], totals[PLAIN])
+        judged = verdict(ratio, control, BAR) if len(rounds) >= LEAST else "undecided"
         result[clock] = {
             "median_s": {name: _medians(list(ones.values())) for name, ones in parts.items()},
             "total_s": {name: float(np.median(list(t.values()))) for name, t in totals.items()},
             "control": asdict(control),
-            "recovery": asdict(ratio) | {"bar": BAR, "verdict": verdict(ratio, control, BAR)},
+            "recovery": asdict(ratio) | {"bar": BAR, "verdict": judged},
             "recovery / start without launch": asdict(_paired(totals[RECOVERY], workers)),
         } | {
             f"{name} / recovery": asdict(_paired(total, totals[RECOVERY]))
@@ -165,6 +166,7 @@ def show(judged: dict[str, Any]) -> None:
             cells.append(" " * 24 if wall is None else f"{wall:>14.3f} / {cpu:7.3f}")
         print(f"{part:12}" + "".join(cells))
     print(f"total: all parts but {marks.REWORK}, the steps that were done before")
+    print("[95% interval], which says nothing of a ratio that was taken in less than a few rounds")
     for clock in ("wall_s", "cpu_s"):
         one = judged[clock]
         bar, control = one["recovery"], one["control"]

@@ -176,6 +176,12 @@ def test_the_bar_is_judged_without_the_steps_done_twice(
             assert loop["median"] == pytest.approx((100 + rank) / (recovery_s + 0.1 * rank))
 
 
+def test_a_few_rounds_decide_nothing() -> None:
+    for rounds, expected in ((5, "undecided"), (6, "met")):
+        judged = recovery.judge(_rounds(5.2, 0.01)[:rounds])
+        assert judged["wall_s"]["recovery"]["verdict"] == expected
+
+
 def test_the_table_shows_every_arm(capsys: pytest.CaptureFixture[str]) -> None:
     recovery.show(recovery.judge(_rounds(5.2, 0.01)))
     told = capsys.readouterr().out
