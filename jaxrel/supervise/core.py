@@ -346,19 +346,30 @@ def _terminated(state: State, now: float) -> tuple[State, tuple[x.Action, ...]]:
     late = [rank for rank in state.ranks if rank.alive]
     if not late:
         return after, actions
-    one = late[0] if len(late) == 1 else None
+    # Who has come further on the way out waits there for the rest.
+    least = min(_way_out(rank) for rank in late)
+    stuck = [rank for rank in late if _way_out(rank) == least]
+    one = stuck[0] if len(stuck) == 1 else None
     grace_s = state.policy.grace_s
-    detail = f"{names(late)} did not leave within {grace_s:g} s of SIGTERM"
+    detail = f"{names(stuck)} did not leave within {grace_s:g} s of SIGTERM"
+    if one:
+        detail += f", {one.where}"
     found = FailureDetected(
         "hang",
         None if one is None else one.rank,
         None if one is None else one.host,
         detail,
         grace_s,
-        [] if one else [rank.rank for rank in late],
+        [rank.rank for rank in late if rank is not one],
         None if one is None else one.beat.completed,
     )
     return after, (x.Record(found), *actions)
+
+
+def _way_out(rank: Rank) -> int:
+    """How far it has come from the loop to having left."""
+    phases = ("checkpoint", "stop", "done")
+    return 1 + phases.index(rank.beat.phase) if rank.beat.phase in phases else 0
 
 
 def _stop(state: State, outcome: Outcome, now: float) -> tuple[State, tuple[x.Action, ...]]:

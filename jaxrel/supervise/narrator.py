@@ -55,7 +55,7 @@ class Narrator:
         self._say(f"attempt {state.attempt}: {who}: {event.kind}: {event.detail}{ago}")
         suspects = event.following if event.rank is None else [event.rank]
         stacks = [stacks_path(self._run_dir, state.attempt, r.rank) for r in state.ranks]
-        if any(path.exists() for path in stacks):
+        if any(path.exists() and path.stat().st_size for path in stacks):  # made empty at first
             self._say(f"stacks of this attempt: {stacks[0].parent}/attempt-{state.attempt}-*")
         for rank in suspects[:2] if event.kind != "preempted" else []:
             path = log_path(self._run_dir, state.attempt, rank)

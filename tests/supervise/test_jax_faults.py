@@ -119,8 +119,9 @@ def test_a_job_that_is_told_to_stop_does_and_goes_on_later(
     assert killed.code == 70, killed.text
     assert killed.reason == "asked to stop (SIGTERM): ranks 0, 1 had to be killed"
     # Rank 0 wanted to leave, and waited for rank 1 to leave with it.
-    assert killed.failure.detail == "ranks 0, 1 did not leave within 8 s of SIGTERM"
-    assert (killed.failure.kind, killed.failure.rank) == ("hang", None)
+    assert "rank 1 did not leave within 8 s of SIGTERM, in " in killed.failure.detail
+    assert (killed.failure.kind, killed.failure.rank) == ("hang", 1)
+    assert killed.failure.following == [0]
     assert len(killed.of(GangDead)) == 1
 
     with Launched(run, command, *FLAGS) as launched:
