@@ -22,7 +22,10 @@ PHASES = (
 """In the loop: waiting for the batch, dispatching the step, waiting for one to complete."""
 
 SIZE = 4096
-_FORMAT = struct.Struct("<QIIqqqI")
+_FIELDS = struct.Struct("<IIqqq")  # phase, dumps, completed, dispatched, changed
+_SEQUENCE = struct.Struct("<Q")  # the number of the writing, in front of the fields and behind them
+_FIELDS_AT = _SEQUENCE.size
+_BEHIND_AT = _FIELDS_AT + _FIELDS.size
 _ERROR_AT, _ERROR_SIZE = 256, 1024
 
 
@@ -83,14 +86,15 @@ class Heartbeat:
     def _store(self) -> None:
         if self._map is None:
             return
-        self._sequence += 2
-        values = (
-            PHASES.index(self._phase), int(self._dumps), self._completed, self._dispatched,
-            time.monotonic_ns(),
+        self._sequence += 1
+        # From the back to the front, while readers go from the front to the back: the number
+        # behind is new before a field is, and the one in front only after all of them.
+        _SEQUENCE.pack_into(self._map, _BEHIND_AT, self._sequence)
+        _FIELDS.pack_into(
+            self._map, _FIELDS_AT, PHASES.index(self._phase), int(self._dumps),
+            self._completed, self._dispatched, time.monotonic_ns(),
         )  # fmt: skip
-        # An odd sequence at the front, or two that differ, is a write under way.
-        _FORMAT.pack_into(self._map, 0, self._sequence - 1, *values, 0)
-        _FORMAT.pack_into(self._map, 0, self._sequence, *values, self._sequence & 0xFFFFFFFF)
+        _SEQUENCE.pack_into(self._map, 0, self._sequence)
 
 
 def create(path: Path) -> None:
@@ -110,8 +114,9 @@ def read(path: Path) -> Beat | None:
         return None
     if len(data) < SIZE:
         return None
-    sequence, phase, dumps, completed, dispatched, changed, last = _FORMAT.unpack_from(data)
-    if sequence & 0xFFFFFFFF != last or phase >= len(PHASES):
+    phase, dumps, completed, dispatched, changed = _FIELDS.unpack_from(data, _FIELDS_AT)
+    front, behind = (_SEQUENCE.unpack_from(data, at)[0] for at in (0, _BEHIND_AT))
+    if front != behind or phase >= len(PHASES):
         return None
     error = data[_ERROR_AT : _ERROR_AT + _ERROR_SIZE].split(b"\0")[0].decode("utf-8", "replace")
     name = PHASES[phase]

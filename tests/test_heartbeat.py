@@ -1,5 +1,6 @@
 """The last word of a process is readable while it lives and after it died."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,8 @@ def test_no_torn_reading_of_a_busy_writer_and_its_last_word_after_sigkill(tmp_pa
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
     )
-    with writer:
+    with writer, contextlib.ExitStack() as always:
+        always.callback(writer.kill)
         assert writer.stdout is not None
         assert writer.stdout.readline() == "going\n"
         whole, last = 0, 0
@@ -44,7 +46,6 @@ def test_no_torn_reading_of_a_busy_writer_and_its_last_word_after_sigkill(tmp_pa
             assert found.completed >= last
             last = found.completed
         assert whole > 1000
-        writer.kill()
     found = heartbeat.read(path)
     assert found is None or found.completed >= last
 

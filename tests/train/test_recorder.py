@@ -1,5 +1,6 @@
 """What a process says of itself reaches its agent and the ledger, and nothing else stops it."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -165,7 +166,8 @@ def test_a_blocked_process_writes_its_stacks(tmp_path: Path, beat: Path) -> None
     process = subprocess.Popen(
         [sys.executable, "-c", BLOCKED, str(tmp_path)], env=environment, stdout=subprocess.PIPE
     )
-    with process:
+    with process, contextlib.ExitStack() as always:
+        always.callback(process.kill)
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         found = heartbeat.read(beat)
@@ -179,4 +181,3 @@ def test_a_blocked_process_writes_its_stacks(tmp_path: Path, beat: Path) -> None
                 break
         assert "stuck_here" in path.read_text()
         assert process.poll() is None
-        process.kill()
