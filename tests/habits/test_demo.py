@@ -56,7 +56,7 @@ def test_the_loop_closes(runs: tuple[Path, str, int]) -> None:
         ("Finished", "state_digest", "00" * 16),
         ("StepCompleted", "loss", 1.5),
         ("Evaluated", "loss", 1.5),
-        ("FailureDetected", "rank", 0),
+        ("FailureDetected", "rank", 7),
         ("Resumed", "devices", 2),
     ],
 )
