@@ -81,7 +81,6 @@ def test_few_lines_change(kind: str) -> None:
     assert len([line for line in added if '"""' not in line]) <= 5, changes
 
 
-@pytest.mark.core
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_killed_anywhere_it_ends_as_the_plain_script(kind: str, tmp_path: Path) -> None:
