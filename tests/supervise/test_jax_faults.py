@@ -45,7 +45,6 @@ HANGS = [
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_every_death_is_seen_at_once_and_made_good(
     tmp_path: Path, compiled: Path, undisturbed: jobs.Finished
 ) -> None:
