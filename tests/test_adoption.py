@@ -214,3 +214,36 @@ def test_another_state_or_other_data_is_refused(
     assert said in printed
     assert "Traceback" not in printed
     assert sorted(tmp_path.rglob("checkpoints/*")) == before
+
+
+JOINED = """
+import os, signal
+import jaxrel
+jaxrel.join()
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+mesh = jax.make_mesh((jax.device_count(),), ("data",))
+split = NamedSharding(mesh, PartitionSpec("data"))
+state = jax.jit(lambda: {"w": jnp.arange(8.0)}, out_shardings={"w": split})()
+step_fn = jax.jit(lambda s: ({"w": s["w"] * 1.5}, jnp.sum(s["w"])))
+run = jaxrel.attach("run", state, steps=12, interval=4)
+for step in run:
+    if step == 9 and os.environ["JAXREL_ATTEMPT"] == "1" and jax.process_index() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    state, loss = step_fn(run.state)
+    run.completed(state, loss=loss)
+print("devices", jax.device_count(), "done", run.done, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_of_several_processes_joins_and_is_made_good(tmp_path: Path) -> None:
+    launch = [*JAXREL, "launch", "--hosts", "2", "--cpu-devices", "2", "--dir", "run", "--"]
+    printed = finish([*launch, sys.executable, "-c", JOINED], tmp_path)
+    assert "rank 1 on host1: signal: killed by SIGKILL" in printed
+    assert "devices 4 done 12" in printed
+    report = json.loads(finish([*JAXREL, "report", "run", "--json"], tmp_path))
+    assert report["status"] == "finished"
+    assert [(a["devices"], a["processes"]) for a in report["attempts"]] == [(4, 2), (4, 2)]
+    assert report["attempts"][1]["resumed_from"] in (4, 8)
+    assert report["badput_s"]["unknown"] < 0.5

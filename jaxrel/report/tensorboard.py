@@ -23,6 +23,7 @@ from jaxrel.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    PhaseBegan,
     Resumed,
     StepCompleted,
 )
@@ -56,6 +57,8 @@ class TensorBoard:
         if isinstance(event, Resumed):
             self._last_s = None
             self._open(event.step + 1)
+        elif isinstance(event, PhaseBegan) and event.phase == "train":
+            self._last_s = time.monotonic()  # what an evaluation or a save took is no step's
         elif isinstance(event, StepCompleted):
             now, before = time.monotonic(), self._last_s
             self._last_s = now

@@ -39,10 +39,9 @@ from jaxrel.exit_codes import (
 )
 from jaxrel.mesh.compile_cache import use_compile_cache
 from jaxrel.mesh.join import joined, use_cpu_devices
-from jaxrel.report.tensorboard import TensorBoard
 from jaxrel.run_lock import claim
 from jaxrel.train.everyone import from_everyone
-from jaxrel.train.recorder import Recorder, dump_on_request, run_attempt
+from jaxrel.train.recorder import Recorder, begin_together, dump_on_request
 from jaxrel.train.stop import StopSignal
 
 _JOIN_S = 60.0
@@ -133,12 +132,10 @@ class Run:
                     self.completed()
             self._tell()
             self._recorder.phase("checkpoint", self.done)
-            self._checkpointer.wait()
-            self._tell_saves()
+            self._recorder.saves(self._checkpointer, self._checkpointer.wait)
             if self.done < self.steps:
                 self._save()
-                self._checkpointer.wait()
-                self._tell_saves()
+                self._recorder.saves(self._checkpointer, self._checkpointer.wait)
                 what = f"step {self.done} is saved" if self.done else "no step was complete"
                 raise PreemptedError(f"asked to stop: {what}; start again to go on")
             self._recorder.phase("stop", self.done)
@@ -159,24 +156,20 @@ class Run:
             self.state = state
         elif not self._in_place:
             raise UsageError("completed: got no state: this loop's state is not updated in place")
-        if self.done == 0 or (self._told == self.done and self._waiting is None):
-            self._recorder.phase("train", self.done)  # the first call has compiled the step
+        if not self._compiled:  # it was, in what came before this call
+            self._recorder.phase("train", self.done)
+            self._compiled = True
         self._tell()
         self.done += 1
         self._waiting = (self.done, {"loss": loss, **fields})
         self._recorder.at("step", self._told, self.done)
-        self._checkpointer.check()
-        self._tell_saves()
+        self._recorder.saves(self._checkpointer, self._checkpointer.check)
         if self.done % self.interval == 0 or self.done == self.steps:
             self._save()
 
     def _begin(self, latest: int | None, seed: int) -> None:
         together(lambda: claim(self.run_dir) if jax.process_index() == 0 else None)
-        processes, tensorboard = jax.process_count(), TensorBoard(self.run_dir / "tensorboard")
-        attempt = run_attempt(self.run_dir, from_everyone)
-        self._recorder.begin(
-            self.run_dir, jax.process_index(), processes, attempt, sinks=[tensorboard]
-        )
+        begin_together(self._recorder, self.run_dir)
         dump_on_request(self.run_dir, self._recorder.heartbeat)
         use_compile_cache(self.run_dir / "compiled")
         self._recorder.phase("restore")
@@ -223,8 +216,7 @@ class Run:
         self._recorder.sync()
         position = None if self._data is None else from_everyone(self._data.get_state())
         extra = {"position": position, "host_random": capture()}
-        self._checkpointer.wait()
-        self._tell_saves()
+        self._recorder.saves(self._checkpointer, self._checkpointer.wait)
         self._digest = self._checkpointer.save(self.done, self._arrays(), extra=extra)
         self._recorder.phase("train", self.done)
 
@@ -243,10 +235,6 @@ class Run:
         self._recorder.step(step, **known)
         self._recorder.at("data", step, self.done)
         self._told = step
-
-    def _tell_saves(self) -> None:
-        for save in self._checkpointer.landed():
-            self._recorder.saved(save.step, save.seconds, save.blocking_s, save.state_digest)
 
     def _leave(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None

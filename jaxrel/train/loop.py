@@ -4,7 +4,6 @@
 `Checkpointer`. Whoever has a loop of their own takes those instead.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxrel.checkpoint import manifest
-from jaxrel.checkpoint.checkpointer import Checkpointer, SaveFailedError
+from jaxrel.checkpoint.checkpointer import Checkpointer
 from jaxrel.checkpoint.host_random import capture, derive, restore
 from jaxrel.checkpoint.together import together
 from jaxrel.data.pipeline import Feed, check_fingerprint, merge_states
@@ -47,8 +46,8 @@ class Trainer:
     """The held-out loss at a cadence."""
     tokens: int | None = None
     """Tokens that one step trains on."""
-    learning_rates: Sequence[float] | None = None
-    """The rate that each update is made with, [steps]."""
+    learning_rates: np.ndarray | None = None
+    """The rate that each update is made with, float32 [steps]."""
 
     def run(self) -> str:
         """Train to the last step and save it. Returns the final state digest.
@@ -72,7 +71,7 @@ class Trainer:
                 if ahead is not None:
                     self._complete(done, ahead)  # so that one step is always under way
                 ahead, done = record, done + 1
-                self._tell_saves(self.checkpointer.check)
+                self.recorder.saves(self.checkpointer, self.checkpointer.check)
                 evaluate, save = self._evaluates(done), done % self.interval == 0
                 if evaluate or save:  # of a state that is known to be sound
                     self._complete(done, ahead)
@@ -86,7 +85,7 @@ class Trainer:
             if done > saved:
                 digest, saved = self._save(done, state, record, position), done
             self.recorder.phase("checkpoint", done)
-            self._tell_saves(self.checkpointer.wait)
+            self.recorder.saves(self.checkpointer, self.checkpointer.wait)
             self.recorder.phase("stop", done)
             if done < self.steps:
                 what = f"step {saved} is saved" if saved else "no step was complete"
@@ -156,6 +155,7 @@ class Trainer:
     def _complete(self, done: int, record: StepRecord) -> None:
         """Wait for a step, tell it, and refuse to go on from what is not finite."""
         self.recorder.at("wait", done - 1, done)
+        record = jax.device_get(record)  # waits; all of it in one go
         refuse_what_is_not_finite(done, record, self.step.abstract_state)
         loss, norm = float(record.loss), float(record.grad_norm)
         rate = None if self.learning_rates is None else float(self.learning_rates[done - 1])
@@ -192,20 +192,10 @@ class Trainer:
             "position": merge_states(from_everyone(position)),
             "host_random": capture(),
         }
-        self._tell_saves(self.checkpointer.wait)
+        self.recorder.saves(self.checkpointer, self.checkpointer.wait)
         digest = self.checkpointer.save(done, state, extra=extra, words=record.words)
         self.recorder.phase("train", done)
         return digest
-
-    def _tell_saves(self, look: Callable[[], None]) -> None:
-        """Look for saves that are complete, or failed, and put them on record."""
-        try:
-            look()
-        except SaveFailedError as error:
-            self.recorder.save_failed(error.step, str(error))
-            raise
-        for save in self.checkpointer.landed():
-            self.recorder.saved(save.step, save.seconds, save.blocking_s, save.state_digest)
 
 
 def _is_ready(x: Any) -> bool:
@@ -213,19 +203,21 @@ def _is_ready(x: Any) -> bool:
 
 
 def refuse_what_is_not_finite(done: int, record: StepRecord, abstract: TrainState) -> None:
-    """Wait for a step; raise DivergedError when it, or the state it made, is not finite."""
+    """Raise DivergedError when a step, or the state it made, is not finite."""
+    leaves = overflowed(abstract, record.not_finite)
+    if record.finite and not leaves:
+        return
     what = f"step {done}: loss {float(record.loss):g}, gradient norm {float(record.grad_norm):g}"
-    if not bool(record.finite):
+    if not record.finite:
         bad = np.flatnonzero(~np.isfinite(np.asarray(record.group_loss))).tolist()
         where = f"; loss of groups {bad}" if bad else ""
         raise DivergedError(f"{what}{where}; the update was kept out")
-    if leaves := overflowed(abstract, record.not_finite):
-        name, count = next(iter(leaves.items()))
-        more = f" and {len(leaves) - 1} more leaves" if len(leaves) > 1 else ""
-        raise DivergedError(
-            f"{what}; the update overflowed: {count} elements of {name}{more} are not finite;"
-            " this state is not saved"
-        )
+    name, count = next(iter(leaves.items()))
+    more = f" and {len(leaves) - 1} more leaves" if len(leaves) > 1 else ""
+    raise DivergedError(
+        f"{what}; the update overflowed: {count} elements of {name}{more} are not finite;"
+        " this state is not saved"
+    )
 
 
 def check_facts(saved: dict[str, Any], now: dict[str, Any]) -> None:

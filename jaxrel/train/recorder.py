@@ -12,8 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import jax
 import numpy as np
 
+from jaxrel.checkpoint.checkpointer import Checkpointer, SaveFailedError
+from jaxrel.checkpoint.together import together
 from jaxrel.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -32,6 +35,8 @@ from jaxrel.exit_codes import ExitCode, JaxrelError
 from jaxrel.heartbeat import Heartbeat
 from jaxrel.ledger import Ledger
 from jaxrel.ledger.reader import highest_attempt
+from jaxrel.report.tensorboard import TensorBoard
+from jaxrel.train.everyone import from_everyone
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +122,7 @@ class Recorder:
                 self.write(RecordsLost(type(sink).__name__, sink.lost, sink.error))
         if self._ledger is not None:
             self._ledger.close()
+        self._ledger, self.sinks = None, []  # what is said from now on reaches nobody
 
     def write(self, event: Event) -> None:
         """An event, to the ledger and, on process 0, to every sink."""
@@ -173,9 +179,15 @@ class Recorder:
         if self._process == 0:
             self.write(CheckpointSaved(step, seconds, blocking_s, digest))
 
-    def save_failed(self, step: int, error: str) -> None:
-        """The save of `step` failed, on this process or on another."""
-        self.write(CheckpointFailed(step, error))
+    def saves(self, checkpointer: Checkpointer, look: Callable[[], None]) -> None:
+        """Put on record what `look`, its `check` or `wait`, finds complete or failed."""
+        try:
+            look()
+        except SaveFailedError as error:
+            self.write(CheckpointFailed(error.step, str(error)))
+            raise
+        for save in checkpointer.landed():
+            self.saved(save.step, save.seconds, save.blocking_s, save.state_digest)
 
     def finished(self, step: int, digest: str) -> None:
         """The run is complete."""
@@ -194,13 +206,16 @@ class Recorder:
             self._ledger.sync()
 
 
-def run_attempt(run_dir: str | os.PathLike[str], everyone: Callable[[Any], list[Any]]) -> int:
-    """The number of this attempt: the leader's, else one more than the ledger has.
+def begin_together(recorder: Recorder, run_dir: str | os.PathLike[str]) -> None:
+    """Open the ledger on every process, and process 0's TensorBoard files. Collective.
 
-    Collective: `everyone` gives each process's answer, and process 0's holds.
+    The attempt is the leader's, else one more than the ledger has by process 0's count.
     """
     given = os.environ.get(SUPERVISED)
-    return int(given) if given else everyone(highest_attempt(Path(run_dir)))[0] + 1
+    attempt = int(given) if given else from_everyone(highest_attempt(Path(run_dir)))[0] + 1
+    process, processes = jax.process_index(), jax.process_count()
+    sinks = [TensorBoard(Path(run_dir, "tensorboard"))]
+    together(lambda: recorder.begin(run_dir, process, processes, attempt, sinks))
 
 
 def digest_of(values: Any, step: int) -> Any:
@@ -217,7 +232,12 @@ def digest_of(values: Any, step: int) -> Any:
 
 
 def dump_on_request(run_dir: str | os.PathLike[str], heartbeat: Heartbeat) -> None:
-    """SIGUSR1 writes all threads' stacks to the run's `stacks/`, also in a blocked process."""
+    """SIGUSR1 writes all threads' stacks to the run's `stacks/`, also in a blocked process.
+
+    Without a leader, who alone asks for them, nothing is changed.
+    """
+    if SUPERVISED not in os.environ:
+        return
     attempt, rank = (os.environ.get(f"JAXREL_{x}", "0") for x in ("ATTEMPT", "PROCESS_ID"))
     path = Path(run_dir, "stacks", f"attempt-{attempt}-rank-{rank}.txt")
     try:

@@ -23,13 +23,11 @@ from jaxrel.mesh.build import build_mesh, degrees, refit
 from jaxrel.mesh.compile_cache import use_compile_cache
 from jaxrel.mesh.join import fix_cpu_threads, joined, use_cpu_devices
 from jaxrel.provenance import check_run, provenance, write_run_files
-from jaxrel.report.tensorboard import TensorBoard
 from jaxrel.run_lock import claim
 from jaxrel.train.evaluation import Evaluation, make_row_losses
-from jaxrel.train.everyone import from_everyone
 from jaxrel.train.loop import Trainer
 from jaxrel.train.progress import ProgressLine
-from jaxrel.train.recorder import SUPERVISED, Recorder, dump_on_request, run_attempt
+from jaxrel.train.recorder import SUPERVISED, Recorder, begin_together, dump_on_request
 from jaxrel.train.step import TrainStep, make_train_step
 from jaxrel.train.stop import StopSignal
 from jaxrel.train.task import MakeTask, Task, reference_task
@@ -44,8 +42,7 @@ def train(config: Config, make_task: MakeTask = reference_task) -> int:
     with Recorder() as recorder:
         recorder.phase("start")
         check_run(config.run.dir, config)
-        if SUPERVISED in os.environ:
-            dump_on_request(config.run.dir, recorder.heartbeat)
+        dump_on_request(config.run.dir, recorder.heartbeat)
         fix_cpu_threads()
         if config.mesh.cpu_devices is not None:
             use_cpu_devices(config.mesh.cpu_devices)
@@ -84,11 +81,11 @@ def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Reco
             )
             return
         together(lambda: _begin_run(config, resolved))
-        _begin_record(config, recorder)
+        begin_together(recorder, config.run.dir)
         use_compile_cache(config.run.compiled or f"{config.run.dir}/compiled")
         if task.schedule is not None:
             rates = jax.jit(jax.vmap(task.schedule))(np.arange(config.run.steps))
-            trainer.learning_rates = rates.tolist()
+            trainer.learning_rates = np.asarray(rates)
         digest = trainer.run()
         trainer.progress.note(f"finished: step {config.run.steps}, state digest {digest}")
     finally:
@@ -101,14 +98,6 @@ def _begin_run(config: Config, degrees: dict[str, int]) -> None:
         claim(config.run.dir)
         record = provenance(config, sys.argv, jax.devices(), degrees)
         write_run_files(config.run.dir, config, record)
-
-
-def _begin_record(config: Config, recorder: Recorder) -> None:
-    """Open the ledger, on every process as the same attempt, and process 0's TensorBoard files."""
-    attempt = run_attempt(config.run.dir, from_everyone)
-    process, processes = jax.process_index(), jax.process_count()
-    sinks = [TensorBoard(f"{config.run.dir}/tensorboard")] if process == 0 else []
-    together(lambda: recorder.begin(config.run.dir, process, processes, attempt, sinks))
 
 
 def make_step(config: Config, task: Task, mesh: Any) -> TrainStep:

@@ -43,10 +43,11 @@ def overflowed(state: TrainState, not_finite: Any) -> dict[str, int]:
     `state` may be abstract; `not_finite` is `StepRecord.not_finite`, uint32 [leaves]. A number
     of an optimizer's own (a best loss so far) may be infinite for good reason and is left out.
     """
+    counts = np.asarray(not_finite)
+    if not counts.any():  # as at every step but the last one of a run that diverges
+        return {}
     return {
         path: int(count)
-        for path, leaf, count in zip(
-            leaf_paths(state), jax.tree.leaves(state), np.asarray(not_finite), strict=True
-        )
+        for path, leaf, count in zip(leaf_paths(state), jax.tree.leaves(state), counts, strict=True)
         if count and (leaf.ndim or path.startswith("params/"))
     }

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from jaxrel.events import CheckpointFailed, CheckpointSaved, Evaluated, Resumed, StepCompleted
+from jaxrel.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    PhaseBegan,
+    Resumed,
+    StepCompleted,
+)
 from jaxrel.report.tensorboard import TensorBoard
 
 DIGEST = "ab" * 16
@@ -69,10 +76,15 @@ def test_rates_leave_out_what_held_the_loop_up(
     board.write(step(1))
     now += 4.0
     board.write(step(2, data_s=1.5))
+    board.write(PhaseBegan("checkpoint"))
+    now += 30.0
+    board.write(PhaseBegan("train"))
+    now += 2.0
+    board.write(step(3))
     board.close()
     found = read(tmp_path)
-    assert scalars(found, "throughput/step_s") == [(2, 2.5)]  # not known of the first
-    assert scalars(found, "throughput/tokens_per_second") == [(2, 16.0)]
+    assert scalars(found, "throughput/step_s") == [(2, 2.5), (3, 2.0)]  # not known of the first
+    assert scalars(found, "throughput/tokens_per_second") == [(2, 16.0), (3, 32.0)]
 
 
 def test_a_failed_save_shows(tmp_path: Path) -> None:

@@ -181,6 +181,7 @@ def test_workers_end_with_their_agent_when_nobody_is_left_to_end_them(tmp_path: 
     with Launched(tmp_path / "run", worker(steps=10_000), *TWO) as launched:
         launched.wait_for("step 3")
         agents = [agent_of(launched.run, host) for host in ("host0", "host1")]
+        assert len(list(processes_of(launched.run))) == 5  # leader, 2 agents, 2 workers
         for pid in (launched.process.pid, *agents):
             os.kill(pid, signal.SIGSTOP)  # so that none of them sees another one go
         for pid in (*agents, launched.process.pid):
