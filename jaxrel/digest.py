@@ -10,6 +10,7 @@ flipped bit always changes both.
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -42,15 +43,17 @@ def leaf_words(
     is the index of its first element in the whole array of `shape`: the digests of all
     shards sum, modulo 2**32, to that of the whole. (Not for random keys: give key data.)
     """
-    return _sums(x, start, shape)[:2]
+    start, shape = tuple(start or ()) or None, tuple(shape or ()) or None
+    return _sums(jnp.asarray(x), start, shape)[:2]
 
 
+# Its own `jit`, so that leaves of one shape are traced and lowered once: parameters and moments.
+@partial(jax.jit, static_argnames="shape")
 def _sums(
-    x: jax.Array, start: Sequence[Any] | None = None, shape: Sequence[int] | None = None
+    x: jax.Array, start: tuple[Any, ...] | None = None, shape: tuple[int, ...] | None = None
 ) -> jax.Array:
     """The two words of `leaf_words`, and how many elements are NaN or infinite: uint32 [3]."""
-    x = jnp.asarray(x)
-    start, shape = tuple(start or (0,) * x.ndim), tuple(shape or x.shape)
+    start, shape = start or (0,) * x.ndim, shape or x.shape
     if _is_key(x):
         x = jax.random.key_data(x)
         start, shape = (0,) * x.ndim, x.shape
@@ -164,7 +167,7 @@ def _shard_words(x: jax.Array, shape: tuple[int, ...], spec: P, mesh: Mesh) -> j
     start = [lax.axis_index(a) * n if a else 0 for a, n in zip(axes, x.shape, strict=True)]
     others = [a for a in mesh.axis_names if a not in sum(axes, ())]
     mine = lax.axis_index(tuple(others)) == 0 if others else True
-    return jnp.where(mine, _sums(x, start, shape), jnp.uint32(0))
+    return jnp.where(mine, _sums(x, tuple(start), shape), jnp.uint32(0))
 
 
 def leaf_paths(tree: Any) -> list[str]:

@@ -192,7 +192,7 @@ class Checkpointer:
                     flight.state_digest,
                 )
             )
-        elif time.monotonic() - flight.started > self.deadline_s:
+        elif time.monotonic() - flight.handed_over > self.deadline_s:
             raise SaveFailedError(flight.step, f"is not finished after {self.deadline_s:g} s")
 
     def landed(self) -> list[Landed]:
@@ -211,10 +211,10 @@ class Checkpointer:
         if flight is None:
             return
         if deadline_s is None:
-            deadline_s = max(0.0, flight.started + self.deadline_s - time.monotonic())
+            deadline_s = max(0.0, flight.handed_over + self.deadline_s - time.monotonic())
         flight.thread.join(deadline_s)
         if flight.thread.is_alive():
-            took = time.monotonic() - flight.started
+            took = time.monotonic() - flight.handed_over
             raise SaveFailedError(flight.step, f"is not finished after {took:.1f} s")
         self.check()
 
