@@ -5,11 +5,10 @@ one-to-one in the bits, and the results are summed modulo 2**32, twice with diff
 constants. Integer sums have no order, so any sharding gives the same two words; one
 flipped bit always changes both.
 
-`leaf_words` runs on devices, inside or outside `jit`; `leaf_words_numpy` is its twin.
+`leaf_words` runs on devices, inside or outside `jit`; `jaxrel.digest_host` is its twin.
 """
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,12 +19,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-# Odd constants of well-known multiplicative hashes (golden ratio, xxHash32, murmur3); one
-# row a lane: column index, row index, first and second multiplication.
-_LANES = (
-    (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F),
-    (0x165667B1, 0xCC9E2D51, 0x85EBCA6B, 0x1B873593),
-)
+from jaxrel.digest_host import LANES, as_hex, combine, kind
 
 
 def dtype_name(x: Any) -> str:
@@ -76,7 +70,7 @@ def _sums(
         row = row + _index(words, axis, start[axis]) * jnp.uint32(stride & 0xFFFFFFFF)
         stride *= shape[axis]
     lanes = []
-    for c, r, m1, m2 in _LANES:
+    for c, r, m1, m2 in LANES:
         h = (words ^ (column * jnp.uint32(c) + row * jnp.uint32(r))) * jnp.uint32(m1)
         lanes.append((h ^ (h >> 15)) * jnp.uint32(m2))
     lanes.append(bad.astype(jnp.uint32))
@@ -102,32 +96,6 @@ def _is_key(x: Any) -> bool:
 def _is_narrow(dtype: Any) -> bool:
     """Integers of less than a byte, which have no bit pattern of their own in memory."""
     return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
-
-
-def leaf_words_numpy(x: Any) -> np.ndarray:
-    """`leaf_words` computed by NumPy on the host: uint32 [2]."""
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    x = np.atleast_1d(np.asarray(x))
-    if not x.size:
-        return np.zeros(2, np.uint32)
-    if _is_narrow(x.dtype):
-        x = x.astype(np.int8)
-    if np.iscomplexobj(x):
-        x = np.stack([x.real, x.imag], axis=-1)
-    x = np.ascontiguousarray(x)
-    unsigned = np.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")
-    words = (
-        x.view(unsigned).astype(np.uint32).reshape(-1, x.shape[-1] * max(1, x.dtype.itemsize // 4))
-    )
-    column = np.arange(words.shape[1], dtype=np.uint32)[None, :]
-    row = np.arange(words.shape[0], dtype=np.uint64).astype(np.uint32)[:, None]
-    lanes = []
-    for c, r, m1, m2 in _LANES:
-        h = (words ^ (column * np.uint32(c) + row * np.uint32(r))) * np.uint32(m1)
-        h = (h ^ (h >> np.uint32(15))) * np.uint32(m2)
-        lanes.append(np.sum(h, dtype=np.uint32))
-    return np.stack(lanes)
 
 
 def tree_words(tree: Any) -> jax.Array:
@@ -182,20 +150,11 @@ def leaf_digests(tree: Any, words: Any) -> dict[str, str]:
     `tree` may be abstract; `words` is what `tree_words` gave for it, on the host.
     """
     words = np.asarray(words)
-    return {
-        path: f"{int(w[0]):08x}{int(w[1]):08x}"
-        for path, w in zip(leaf_paths(tree), words, strict=True)
-    }
+    return {path: as_hex(w) for path, w in zip(leaf_paths(tree), words, strict=True)}
 
 
 def state_digest(tree: Any, words: Any) -> str:
     """One digest for a whole tree: 32 hex digits over path, dtype, shape and leaf digests."""
     leaves = dict(zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True))
-    kinds = {path: f"{dtype_name(x)} {tuple(x.shape)}" for path, x in leaves.items()}
+    kinds = {path: kind(dtype_name(x), x.shape) for path, x in leaves.items()}
     return combine(kinds, leaf_digests(tree, words))
-
-
-def combine(kinds: Mapping[str, str], digests: Mapping[str, str]) -> str:
-    """The whole tree's digest from its leaves' kinds and digests; needs no arrays."""
-    lines = [f"{path} {kinds[path]} {digests[path]}\n" for path in sorted(kinds)]
-    return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()

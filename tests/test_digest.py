@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrel import digest
+from jaxrel import digest, digest_host
 
 NARROW = [
     np.dtype(name)
@@ -41,8 +41,28 @@ def on_device(x: Any) -> list[int]:
     return np.asarray(jax.jit(digest.leaf_words)(x)).tolist()
 
 
+def twin(x: Any) -> np.ndarray:
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return digest_host.leaf_words(np.asarray(x))
+
+
 def on_host(x: Any) -> list[int]:
-    return digest.leaf_words_numpy(x).tolist()
+    return twin(x).tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "complex64", "bool", "int4"])
+@pytest.mark.parametrize("limit", [1, 7, 30, 10**6])
+def test_pieces_add_up_to_the_whole(dtype: str, limit: int) -> None:
+    for shape in [(), (13,), (5, 4, 9), (2, 1, 3, 8)]:
+        x = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
+        total, seen = np.zeros(2, np.uint32), np.zeros(shape, int)
+        for where in digest_host.pieces(shape, limit):
+            assert x[where].size <= limit
+            total += digest_host.leaf_words(x[where], [s.start for s in where], shape)
+            seen[where] += 1
+        assert total.tolist() == on_host(x)
+        assert (seen == 1).all()
 
 
 def mesh(data: int, fsdp: int, kind: AxisType = AxisType.Auto) -> Mesh:
@@ -180,7 +200,7 @@ def test_the_digest_is_the_same_for_all_time() -> None:
     assert on_host(np.arange(5, dtype=ml_dtypes.bfloat16)) == [400132911, 2852019652]
     assert on_host(np.float64(0.1)) == [3487243601, 57914524]
     tree = {"b": np.arange(3, dtype=np.int8), "a": {"c": np.True_}}
-    words = [digest.leaf_words_numpy(x) for x in jax.tree.leaves(tree)]
+    words = [twin(x) for x in jax.tree.leaves(tree)]
     assert digest.state_digest(tree, words) == "bd91508afa5c87b5b34191b9bd0e6c7c"
 
 
@@ -224,7 +244,7 @@ def test_an_index_beyond_32_bits_still_counts() -> None:
     Computed from the formula, on places alone: such an array does not fit this machine.
     """
     places = [(0, 0), (2**16, 0), (0, 2**16), (2**31, 5), (5, 2**31), (2**32 - 1, 2**32 - 1)]
-    for c, r, _, _ in digest._LANES:
+    for c, r, _, _ in digest_host.LANES:
         mixed = {(column * c + row * r) % 2**32 for row, column in places}
         assert len(mixed) == len(places)
 
@@ -241,7 +261,7 @@ def test_shards_add_up_to_the_whole_with_one_collective(spec: Any, dtype: Any) -
     tree = {"x": jax.device_put(x, NamedSharding(mesh, spec)), "key": jax.random.key(1)}
     specs = {"x": spec, "key": PartitionSpec()}
     words = jax.jit(lambda t: digest.sharded_tree_words(t, specs, mesh))
-    wanted = [digest.leaf_words_numpy(tree["key"]), digest.leaf_words_numpy(x)]
+    wanted = [twin(tree["key"]), twin(x)]
     np.testing.assert_array_equal(words(tree)[0], wanted)
     np.testing.assert_array_equal(words(tree)[1], [0, 0])
     text = words.lower(tree).compile().as_text() or ""
@@ -261,5 +281,5 @@ def test_what_is_not_finite_is_counted_once_on_any_sharding(spec: Any, dtype: st
         x = x.at[1, 2].set(jnp.nan).at[7, 7].set(-jnp.inf).at[0, 5].set(jnp.inf)
     words = jax.jit(lambda t: digest.sharded_tree_words(t, [spec], mesh))
     found, counts = words([jax.device_put(x, NamedSharding(mesh, spec))])
-    np.testing.assert_array_equal(found, [digest.leaf_words_numpy(x)])
+    np.testing.assert_array_equal(found, [twin(x)])
     assert counts.tolist() == [0 if dtype == "int32" else 3]
