@@ -5,10 +5,12 @@ A YAML file gives the values (`jaxrel.config_file`) and `--section.key value` ov
 compiled or written.
 """
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from jaxrel.exit_codes import UsageError
@@ -169,7 +171,20 @@ class CheckpointConfig:
     interval: int = 20
     """Steps between checkpoints; the last step is always saved."""
     keep: int = 3
-    """Newest checkpoints kept."""
+    """Newest good checkpoints kept, at least 2."""
+    keep_every: int = 0
+    """Steps that this divides are kept for ever; 0 is none."""
+    keep_best: int = 0
+    """How many of those evaluated at their own step, with the lowest held-out loss, are kept."""
+    verify_mb_s: float = 100.0
+    """Megabytes a second at which each checkpoint is read back and proven while training goes
+    on; 0 never does."""
+    trust_after: int = 100
+    """Healthy steps after which a verified checkpoint counts as trusted."""
+    cast: tuple[str, ...] = ()
+    """Patterns of the paths of leaves (`params/*`) that may be restored into another dtype."""
+    partial: tuple[str, ...] = ()
+    """Patterns of the paths of leaves that the checkpoint may lack, or have besides."""
     deadline_s: float = 600.0
     """Seconds a save may take before the run gives up on it."""
 
@@ -203,6 +218,12 @@ def check(config: Config) -> None:
         for key, wrong, right in rules(config):
             if wrong:
                 raise UsageError(f"{key}: got {show(_lookup(config, key))}: {right}")
+
+
+def fingerprint(config: Config) -> str:
+    """A hash of every value of the configuration: 16 hex digits."""
+    text = json.dumps(asdict(config), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def show(value: Any) -> str:
@@ -243,7 +264,11 @@ _AT_LEAST = {
     "evaluation.every": 0,
     "evaluation.batches": 1,
     "checkpoint.interval": 1,
-    "checkpoint.keep": 1,
+    "checkpoint.keep": 2,
+    "checkpoint.keep_every": 0,
+    "checkpoint.keep_best": 0,
+    "checkpoint.verify_mb_s": 0,
+    "checkpoint.trust_after": 0,
 }
 _POSITIVE = (
     "job.join_deadline_s",

@@ -176,6 +176,14 @@ class CheckpointFailed:
 
 
 @dataclass(frozen=True)
+class CheckpointRefused:
+    """The checkpoint of `step` turned out to be damaged, and an older one counts."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Finished:
     """The run is complete and its last step is saved."""
 
@@ -212,7 +220,7 @@ class Unknown:
 Event = (
     JobStarted | AttemptStarted | FailureDetected | GangDead | AttemptEnded | JobEnded
     | WorkerStarted | PhaseBegan | Resumed | StepCompleted | Evaluated | CheckpointSaved
-    | CheckpointFailed | Finished | WorkerFailed | RecordsLost | Unknown
+    | CheckpointFailed | CheckpointRefused | Finished | WorkerFailed | RecordsLost | Unknown
 )  # fmt: skip
 
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}

@@ -26,6 +26,8 @@ class ExitCode(IntEnum):
     """Loss or gradients are no longer finite: a person must decide."""
     RESTARTS_EXHAUSTED = 79
     """The supervisor has used up its restarts."""
+    INTERRUPTED = 130
+    """Ctrl-C, not saved: as a shell reports SIGINT."""
 
 
 class JaxrelError(Exception):

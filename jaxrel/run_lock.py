@@ -1,7 +1,9 @@
 """One job at a time in a run directory."""
 
+import contextlib
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxrel.exit_codes import UsageError
@@ -38,3 +40,37 @@ def claim(run_dir: str | Path) -> None:
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     _held.append(descriptor)
+
+
+@contextlib.contextmanager
+def supervised(run_dir: str | Path) -> Iterator[None]:
+    """Be the only leader of `run_dir` while the block runs; nothing is written into it.
+
+    Raises UsageError when another leader is there, or when it cannot be made.
+    """
+    path, descriptor, made = Path(run_dir), None, False
+    try:
+        made = not path.exists()
+        path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        assert descriptor is not None
+        os.close(descriptor)
+        raise UsageError(
+            f"--dir: got {str(run_dir)!r}: another launch is supervising a job there; wait for it,"
+            " or choose another directory"
+        ) from None
+    except OSError as error:
+        if descriptor is None:
+            raise UsageError(
+                f"--dir: got {str(run_dir)!r}: cannot be written: {error.strerror}"
+            ) from None
+        # A file system without locks is not guarded.
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+        if made:
+            with contextlib.suppress(OSError):  # something was recorded
+                path.rmdir()

@@ -176,6 +176,9 @@ for step in run:
 def test_the_exit_code_says_what_happened(tmp_path: Path, event: str, code: int, said: str) -> None:
     printed = finish([sys.executable, "-c", FAILING.replace("EVENT", event)], tmp_path, code)
     assert said in printed
+    if code < 128 and code != 3:  # a script may leave as it likes
+        report = json.loads(finish([*JAXREL, "report", "run", "--json"], tmp_path))
+        assert report["status"] == "failed" and report["attempts"][0]["exit"] == code
     resumed = finish([sys.executable, "-c", FAILING.replace("EVENT", "pass")], tmp_path)
     assert "resumed from step 4" in resumed
     report = json.loads(finish([*JAXREL, "report", "run", "--json"], tmp_path))
@@ -197,6 +200,8 @@ for step in run:
         ("'w': jnp.zeros(4)", 8, "None", 65, "w: saved as float32 [3], wanted float32 [4]"),
         ("'w': jnp.zeros(3, 'bfloat16')", 8, "None", 65, "saved as float32 [3], wanted bfloat16"),
         ("'v': jnp.zeros(3)", 8, "None", 65, "v: not in the checkpoint"),
+        ("'w': jnp.zeros(4)", 4, "None", 65, "w: saved as float32 [3], wanted float32 [4]"),
+        ("'w': jnp.zeros(3)", 8, "(x for x in 'ab')", 64, "data: got generator: expected an iter"),
         ("'w': jnp.zeros(3)", 8, "data", 65, "checkpoint of step 4: has no data position"),
         ("'w': jnp.zeros(3)", 0, "None", 64, "jaxrel: steps: got 0: expected at least 1"),
     ],

@@ -176,14 +176,14 @@ def test_a_wrong_configuration_is_one_line_and_leaves_nothing(
     [
         (
             "",
-            "command: got nothing: expected one of train, data, checkpoint, report, launch, agent,"
-            " demo",
+            "command: got nothing: expected one of train, data, checkpoint, plan, report,"
+            " launch, agent, demo",
         ),
         ("trian", "trian: unknown command; did you mean train?"),
         (
             "xyz",
-            "xyz: unknown command; expected one of train, data, checkpoint, report, launch, agent,"
-            " demo",
+            "xyz: unknown command; expected one of train, data, checkpoint, plan, report,"
+            " launch, agent, demo",
         ),
         ("train", "config: got nothing: it is required; see --help"),
         ("data", "data: got nothing: expected one of build"),
@@ -195,7 +195,10 @@ def test_a_wrong_configuration_is_one_line_and_leaves_nothing(
         ("data build x --nonsense", "--nonsense: got nothing: unknown flag; see --help"),
         ("data build x --out y --held-out z", "held_out: got 'z': expected a number"),
         ("checkpoint list", "run: got nothing: it is required; see --help"),
-        ("checkpoint list absent", "RUN: got 'absent': expected the directory of a run"),
+        (
+            "checkpoint list absent",
+            "RUN: got 'absent': expected the directory of a run, or of checkpoints",
+        ),
     ],
 )
 def test_a_wrong_command_is_one_line(
@@ -311,7 +314,7 @@ def test_checkpoint_list_finds_the_directory_and_prints(
     fake = SimpleNamespace(list_checkpoints=list_checkpoints)
     monkeypatch.setitem(sys.modules, "jaxrel.checkpoint.listing", fake)
     run = tmp_path / "run"
-    run.mkdir()
+    (run / "ledger").mkdir(parents=True)
     assert main(["checkpoint", "list", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == listing(20)
     (run / "config.yaml").write_text("run: {dir: elsewhere}\n")
@@ -324,4 +327,4 @@ def test_checkpoint_list_finds_the_directory_and_prints(
     (run / "config.yaml").write_text("checkpoint: {dir: gs://bucket/c}\n")
     assert main(["checkpoint", "list", str(run)]) == 0
     assert main(["checkpoint", "list", "gs://bucket/d"]) == 0
-    assert asked == [str(run), f"{run}/checkpoints", "gs://bucket/c", "gs://bucket/d"]
+    assert asked == [f"{run}/checkpoints"] * 2 + ["gs://bucket/c", "gs://bucket/d"]

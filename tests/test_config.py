@@ -227,7 +227,7 @@ TRIPLE = {"coordinator": "h:1", "process_id": 0, "num_processes": 2}
         ({"optimizer": {"warmup_steps": -1}}, "optimizer.warmup_steps: got -1: expected at leas"),
         ({"optimizer": {"final_fraction": 2.0}}, "optimizer.final_fraction: got 2.0: expected a"),
         ({"checkpoint": {"interval": 0}}, "checkpoint.interval: got 0: expected at least 1"),
-        ({"checkpoint": {"keep": 0}}, "checkpoint.keep: got 0: expected at least 1"),
+        ({"checkpoint": {"keep": 0}}, "checkpoint.keep: got 0: expected at least 2"),
         ({"checkpoint": {"dir": ""}}, "checkpoint.dir: got '': expected a path, or null for ins"),
         ({"checkpoint": {"deadline_s": 0.0}}, "checkpoint.deadline_s: got 0.0: expected a finit"),
         (

@@ -75,6 +75,6 @@ def test_the_wheel_holds_what_the_package_needs(tmp_path: Path) -> None:
     (wheel,) = tmp_path.iterdir()
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert {"jaxrel/cli.py", "jaxrel/py.typed", "jaxrel/configs/tiny.yaml"} <= names
+    assert {"jaxrel/cli/__init__.py", "jaxrel/py.typed", "jaxrel/configs/tiny.yaml"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any(name.startswith(("tests", "scripts")) for name in names)

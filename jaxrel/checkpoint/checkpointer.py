@@ -9,7 +9,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -19,22 +19,15 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxrel.checkpoint import engine, leaves, listing, manifest
+from jaxrel.checkpoint.describe import describe
+from jaxrel.checkpoint.errors import DamagedError, SaveFailedError
+from jaxrel.checkpoint.keeper import Keeper
+from jaxrel.checkpoint.restoring import Allowed, one_line, read_manifest, read_state
+from jaxrel.checkpoint.retention import Retention
 from jaxrel.checkpoint.together import agreed, together
-from jaxrel.digest import leaf_digests, leaf_paths, state_digest
 from jaxrel.exit_codes import DataRefusedError, FailedError, UsageError
 
-_NAMED = 8
-"""Leaves that an error message names before it counts the rest."""
-
 log = logging.getLogger(__name__)
-
-
-class SaveFailedError(FailedError):
-    """A save that failed or is overdue; `step` says which."""
-
-    def __init__(self, step: int, what: str) -> None:
-        super().__init__(f"the save of step {step} {what}")
-        self.step = step
 
 
 @dataclass(frozen=True)
@@ -71,27 +64,43 @@ class Checkpointer:
 
     Args:
         directory: Where the steps are; made by the first save. Opening it changes nothing.
-        keep: Newest checkpoints that are kept; an older one goes only after a newer one is
-            complete, and nothing goes that jaxrel did not write.
+        keep: Newest good checkpoints that are kept, at least 2; an older one goes only after a
+            newer one is complete, and nothing goes that jaxrel did not write.
         deadline_s: Seconds a save may take before it counts as failed.
+        keep_every: Steps that this divides are kept for ever; 0 is none.
+        keep_best: Of those saved with a metric, how many with the lowest are kept too.
+        verify_mb_s: Megabytes a second at which each checkpoint is read back and proven in
+            the background, so that training hardly notices; 0 never does.
+        trust_after: Steps that the run must go on from a verified checkpoint, without a sign of
+            trouble, before a roll-back may choose it.
     """
 
     def __init__(
-        self, directory: epath.PathLike, *, keep: int = 3, deadline_s: float = 600.0
+        self,
+        directory: epath.PathLike,
+        *,
+        keep: int = 3,
+        deadline_s: float = 600.0,
+        keep_every: int = 0,
+        keep_best: int = 0,
+        verify_mb_s: float = 100.0,
+        trust_after: int = 100,
     ) -> None:
-        if keep < 1:
-            raise UsageError(f"checkpoint keep {keep}: expected at least 1")
         if not deadline_s > 0:
             raise UsageError(f"checkpoint deadline {deadline_s} s: expected more than 0")
         self.directory = epath.Path(directory).expanduser().resolve()
         if self.directory.exists() and not self.directory.is_dir():
             raise UsageError(f"checkpoint directory {self.directory} is not a directory")
-        self.keep = keep
+        retention = Retention(keep, keep_every, keep_best)
+        self._keeper = Keeper(self.directory, retention, verify_mb_s, trust_after)
         self.deadline_s = deadline_s
         self._arrays = engine.array_handler()
         self._orbax = engine.writer(self._arrays, math.ceil(deadline_s), self._temporary_name)
         self._flight: _Flight | None = None
         self._landed: list[Landed] = []
+        self._refused: list[tuple[int, str]] = []
+        self._line: int | None = None
+        """Newest step of the timeline that this one writes; newer ones are of another."""
         self._attempt: int | None = None
         self._saves = 0
 
@@ -105,7 +114,7 @@ class Checkpointer:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            self.close()
+            self._close(patient=error is None)
         except Exception as failure:
             if error is None:
                 raise
@@ -119,6 +128,7 @@ class Checkpointer:
         *,
         extra: Mapping[str, Any] | None = None,
         words: Any = None,
+        metric: float | None = None,
     ) -> str:
         """Copy `state` off the devices and write it in the background as `step`.
 
@@ -126,12 +136,14 @@ class Checkpointer:
         still on its way.
 
         Args:
-            step: Completed updates; above every step that the directory holds.
+            step: Completed updates; above every step of this timeline. Where the run was restored
+                from an older step than the newest, the newer ones are set aside.
             state: Any pytree of arrays, typed random keys among them.
             extra: What belongs to the state besides its arrays, as JSON; of several processes,
                 process 0's is written.
             words: `StepRecord.words` of the step that made `state`, uint32 [leaves, 2]: saves
                 digesting it again, and what changed since then is refused by every restore.
+            metric: By which `keep_best` judges, as the held-out loss: lower is better.
 
         Returns:
             The state digest.
@@ -150,7 +162,7 @@ class Checkpointer:
             self._attempt = agreed(lambda: secrets.randbits(31))
         self._saves += 1
         state = leaves.as_arrays(state)
-        description = _describe(step, state, extra, words)
+        description = describe(step, state, extra, words, metric)
         arrays = leaves.stored(state)
         if not arrays:
             raise UsageError("the state has no leaf with elements: there is nothing to save")
@@ -181,9 +193,10 @@ class Checkpointer:
             self._flight = None
             if flight.error is not None:
                 raise SaveFailedError(
-                    flight.step, f"failed: {_line(flight.error)}"
+                    flight.step, f"failed: {one_line(flight.error)}"
                 ) from flight.error
             assert flight.committed is not None
+            self._line = flight.step
             self._landed.append(
                 Landed(
                     flight.step,
@@ -218,50 +231,124 @@ class Checkpointer:
             raise SaveFailedError(flight.step, f"is not finished after {took:.1f} s")
         self.check()
 
+    def refused(self) -> list[tuple[int, str]]:
+        """Step and reason of the checkpoints found damaged since this was called last."""
+        found = [*self._refused, *self._keeper.refused()]
+        self._refused = []
+        return found
+
+    def healthy(self, step: int) -> None:
+        """Up to `step`, the run shows no sign of trouble; costs nothing, call it every step."""
+        self._keeper.healthy = step
+
     def close(self) -> None:
         """Join the save in flight, as `wait`, and release Orbax's threads."""
+        self._close(patient=True)
+
+    def _close(self, patient: bool) -> None:
         try:
             self.wait()
         finally:
+            self._keeper.close(patient)
             if self._flight is None:
                 self._orbax.close()
 
     def latest(self) -> int | None:
-        """Step of the newest complete checkpoint on disk, read anew; None if there is none.
+        """Step of the newest good checkpoint on disk, read anew; None if there is none at all.
 
-        Every process must call it; process 0's answer holds for all.
+        Every process must call it; process 0's answer holds for all. Raises DataRefusedError if
+        there are some and all are known to be damaged.
         """
         self.check()
-        step = agreed(lambda: -1 if (n := listing.newest(self.directory)) is None else n)
-        return None if step < 0 else step
+        return agreed(lambda: listing.newest(self.directory))
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+    def latest_trusted(self, before: int | None = None) -> int | None:
+        """Step of the newest trusted checkpoint, older than the step `before`; None if none is.
+
+        Every process must call it. What a roll-back goes to.
+        """
+        self.wait()
+
+        def ask() -> int | None:
+            trusted = [entry.step for entry in listing.scan(self.directory) if entry.trusted]
+            return max((s for s in trusted if before is None or s < before), default=None)
+
+        return agreed(ask)
+
+    def compare(
+        self,
+        abstract_state: Any,
+        step: int,
+        *,
+        cast: Sequence[str] = (),
+        partial: Sequence[str] = (),
+    ) -> None:
+        """Raise DataRefusedError, as `restore` does, where the leaves differ; reads no array."""
+        allowed = Allowed(cast, partial)
+        together(lambda: read_manifest(self._path(step), abstract_state, allowed))
+
+    def restore(
+        self,
+        abstract_state: Any,
+        step: int | None = None,
+        *,
+        cast: Sequence[str] = (),
+        partial: Sequence[str] = (),
+    ) -> tuple[Any, dict[str, Any]]:
         """Read a checkpoint straight onto the devices, and prove that it is what was saved.
 
         Args:
             abstract_state: Pytree of `jax.ShapeDtypeStruct`s whose shardings say where each leaf
                 goes, on any mesh; a leaf without one is replicated.
-            step: Which checkpoint; None is the newest.
+            step: Which checkpoint. None is the newest that is good: a damaged one is marked
+                corrupt, told by `refused`, and the next older one is taken.
+            cast: Patterns (`fnmatch`) of the paths of leaves that may have another dtype than
+                was saved: they are cast.
+            partial: Patterns of paths that may be in one of the two alone. A leaf that the
+                checkpoint lacks keeps its value, so `abstract_state` must have an array there.
 
         Returns:
-            The state, and the manifest with the `extra` that was saved.
+            The state, and the manifest: its `step`, and the `extra` that was saved.
 
         Raises:
             DataRefusedError: there is no such checkpoint, its leaves differ from those asked
-                for (each is named), it cannot be read, or its digests differ.
+                for (each is named), or none is good.
+            DamagedError: the one that was asked for cannot be read, or its digests differ.
+            FailedError: the storage does not let it be read.
         """
         self.wait()
-        if step is None and (step := self.latest()) is None:
-            raise DataRefusedError(f"no complete checkpoint in {self.directory}")
-        path = self._path(step)
-        wanted = leaves.kinds(abstract_state)
-        found = together(lambda: self._read_manifest(path, wanted))
-        specs = leaves.stored_specs(abstract_state)
-        arrays = together(lambda: self._read_arrays(path, specs))
-        impls = {p: leaf["key_impl"] for p, leaf in found["leaves"].items() if "key_impl" in leaf}
-        state = leaves.assemble(abstract_state, arrays, specs, impls)
-        _verify(path, state, found)
-        return state, found
+        allowed = Allowed(cast, partial)
+        if step is not None:
+            state, found = read_state(self._arrays, self._path(step), abstract_state, allowed)
+            self._line = step
+            return state, found
+        reasons = agreed(self._bad)
+        for step in agreed(self._good):
+            try:
+                return self.restore(abstract_state, step, cast=cast, partial=partial)
+            except DamagedError as error:
+                together(lambda step=step, error=error: self._condemn(step, error))
+                reasons[str(step)] = str(error)
+        if reasons:
+            told = {int(step): why for step, why in reasons.items()}
+            raise DataRefusedError(listing.none_good(self.directory, told))
+        raise DataRefusedError(f"no complete checkpoint in {self.directory}")
+
+    def _good(self) -> list[int]:
+        """Steps that can be restored for all that is known, the newest first."""
+        return [entry.step for entry in reversed(listing.scan(self.directory)) if entry.good]
+
+    def _bad(self) -> dict[str, str]:
+        """Why, by step, complete checkpoints are known to be damaged."""
+        entries = listing.scan(self.directory)
+        return {str(e.step): e.why for e in entries if e.complete and not e.good}
+
+    def _condemn(self, step: int, error: DamagedError) -> None:
+        """Tell of a damaged checkpoint; process 0 marks it where the damage is proven."""
+        log.error("%s; an older checkpoint is tried", error)
+        self._refused.append((step, str(error)))
+        if jax.process_index() == 0 and error.proven:
+            self._keeper.mark(step, corrupt=str(error))
 
     def _path(self, step: int) -> epath.Path:
         return self.directory / str(step)
@@ -271,27 +358,31 @@ class Checkpointer:
         return f"{name}{listing.TMP_SUFFIX}-{self._attempt:08x}-{self._saves}"
 
     def _claim(self, step: int) -> None:
-        """On process 0: refuse a step that cannot be saved, sweep what dead saves left behind.
+        """On process 0: refuse a step that cannot be saved, clear away what is in its way.
 
-        They are swept here and not at the start, so that a reader of a directory in which a
-        run is saving never takes its save away.
+        Here and not at the start, so that a reader of a directory in which a run is saving never
+        takes its save away.
         """
         if jax.process_index() != 0:
             return
         refusal = f"step {step} cannot be saved"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            newest = listing.newest(self.directory)
-            if newest is not None and step <= newest:
+            complete = [e for e in listing.scan(self.directory) if e.complete]
+            if self._line is None:
+                newest = max((e.step for e in complete), default=-1)
+            else:
+                newest = self._line
+            if step <= newest:
                 raise DataRefusedError(f"{refusal}: {self.directory} already holds step {newest}")
-            if self._path(step).exists():
+            left = [e for e in complete if e.step > newest]
+            if self._path(step).exists() and step not in {e.step for e in left}:
                 raise DataRefusedError(
                     f"{refusal}: {self._path(step)} is in its place and is not a checkpoint of"
                     " jaxrel; move it away"
                 )
-            for entry in listing.scan(self.directory):
-                if listing.TMP_SUFFIX in entry.path.name:
-                    _delete(entry.path)
+            self._keeper.set_aside(left)
+            self._keeper.sweep()
         except OSError as error:
             raise FailedError(f"{refusal}: {error}") from error
 
@@ -306,98 +397,4 @@ class Checkpointer:
             return
         flight.committed = time.monotonic()
         if jax.process_index() == 0:
-            self._retain()
-
-    def _retain(self) -> None:
-        """Delete the oldest checkpoints beyond `keep`, each made incomplete in one stroke first."""
-        try:
-            good = [e for e in listing.scan(self.directory) if e.status == "committed"]
-            for entry in good[: -self.keep]:
-                doomed = entry.path.with_name(f"{entry.path.name}{listing.TMP_SUFFIX}-old")
-                _delete(entry.path.rename(doomed))
-        except OSError as error:
-            log.warning("old checkpoints in %s stay: %s", self.directory, error)
-
-    def _read_manifest(self, path: epath.Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            found = manifest.read(path)
-        except (FileNotFoundError, NotADirectoryError, manifest.NotOursError) as error:
-            raise DataRefusedError(f"{path} is not a complete checkpoint") from error
-        if differing := manifest.differences(found["leaves"], wanted):
-            raise DataRefusedError(f"checkpoint {path} does not fit this state: {_some(differing)}")
-        return found
-
-    def _read_arrays(
-        self, path: epath.Path, specs: Mapping[str, jax.ShapeDtypeStruct]
-    ) -> dict[str, jax.Array]:
-        specs = {name: spec for name, spec in specs.items() if spec.size}
-        args = {
-            name: ocp.ArrayRestoreArgs(sharding=spec.sharding, global_shape=spec.shape)
-            for name, spec in specs.items()
-        }
-        try:
-            arrays = self._arrays.restore(
-                path / listing.STATE_ITEM, args=ocp.args.PyTreeRestore(restore_args=args)
-            )
-        except (MemoryError, jax.errors.JaxRuntimeError):
-            raise  # the devices, not the data
-        except Exception as error:
-            raise DataRefusedError(f"checkpoint {path} cannot be read: {_line(error)}") from error
-        if differing := manifest.differences(leaves.kinds(arrays), leaves.kinds(specs)):
-            raise DataRefusedError(f"checkpoint {path} is corrupt: {_some(differing)}")
-        return arrays
-
-
-def _delete(path: epath.Path) -> None:
-    """Remove a folder; a failure is only logged, for the checkpoints that count are safe."""
-    try:
-        path.rmtree()
-    except OSError as error:
-        log.warning("%s could not be deleted: %s", path, error)
-
-
-def _describe(step: int, state: Any, extra: Mapping[str, Any] | None, words: Any) -> dict[str, Any]:
-    """The manifest of `state`; collective where the digests are not given."""
-    described = leaves.kinds(state)
-    words = leaves.words(state) if words is None else words
-    for path, digest in leaf_digests(state, words).items():
-        described[path]["digest"] = digest
-    for path, leaf in zip(leaf_paths(state), jax.tree.leaves(state), strict=True):
-        if leaves.is_key(leaf):
-            described[path]["key_impl"] = str(jax.random.key_impl(leaf))
-    content = {
-        "format": manifest.FORMAT,
-        "step": int(step),
-        "state_digest": state_digest(state, words),
-        "leaves": described,
-        "extra": dict(extra or {}),
-    }
-    try:
-        return manifest.seal(content)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"the extra of step {step} is not JSON: {error}") from error
-
-
-def _verify(path: epath.Path, state: Any, found: Mapping[str, Any]) -> None:
-    """Raise DataRefusedError naming the leaves that are not what was saved; collective."""
-    words = leaves.words(state)
-    digests = leaf_digests(state, words)
-    bad = [leaf for leaf, digest in digests.items() if digest != found["leaves"][leaf]["digest"]]
-    if bad:
-        raise DataRefusedError(f"checkpoint {path} is corrupt: digests differ in {_some(bad)}")
-    if state_digest(state, words) != found["state_digest"]:
-        raise DataRefusedError(f"checkpoint {path} is corrupt: its state digest differs")
-
-
-def _some(names: list[str]) -> str:
-    rest = len(names) - _NAMED
-    return "; ".join(names[:_NAMED]) + (f"; and {rest} more" if rest > 0 else "")
-
-
-def _line(error: BaseException) -> str:
-    """One line on the error that started a chain; storage puts the reason at the end."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    reason = " ".join(str(error).split()).split(" [tensorstore_spec=")[0]
-    text = f"{type(error).__name__}: {reason}".removesuffix(": ")
-    return text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}"
+            self._keeper.landed()

@@ -11,7 +11,7 @@ from orbax.checkpoint.path import atomicity
 
 from jaxrel.checkpoint import listing, manifest
 
-CHUNK_BYTES = 128 << 20
+CHUNK_BYTES = 64 << 20
 """Largest piece in which a leaf is stored: what a reader must hold to check it."""
 _SLICE_BYTES = 4096
 """A replicated leaf is written in parts by all processes if the parts have this size."""

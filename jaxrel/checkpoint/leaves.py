@@ -38,6 +38,11 @@ def kinds(tree: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
+def by_path(tree: Any) -> dict[str, Any]:
+    """The leaves by path."""
+    return dict(zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True))
+
+
 def as_arrays(tree: Any) -> Any:
     """The tree with NumPy leaves and Python numbers copied to the device, the rest as it is.
 
@@ -135,19 +140,43 @@ def stored_specs(abstract: Any) -> dict[str, jax.ShapeDtypeStruct]:
     return specs
 
 
-def assemble(
-    abstract: Any,
+def values(
     arrays: Mapping[str, jax.Array],
     specs: Mapping[str, jax.ShapeDtypeStruct],
     key_impls: Mapping[str, str],
-) -> Any:
-    """The tree of `abstract` from its stored arrays; `key_impls` names each key's by path."""
-    leaves = []
-    for path in leaf_paths(abstract):
-        array = arrays[path] if path in arrays else _empty(specs[path])
+) -> dict[str, jax.Array]:
+    """The leaves by path from their stored arrays; `key_impls` names each key's by path."""
+    found = {}
+    for path, spec in specs.items():
+        array = arrays[path] if path in arrays else _empty(spec)
         impl = key_impls.get(path)
-        leaves.append(jax.random.wrap_key_data(array, impl=impl) if impl else array)
-    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+        found[path] = jax.random.wrap_key_data(array, impl=impl) if impl else array
+    return found
+
+
+def fitted(template: Any, found: Mapping[str, jax.Array]) -> Any:
+    """The tree of `template` with the leaves of `found`, cast where it has other dtypes.
+
+    A leaf that was not found stays as it is in the template.
+    """
+    new = []
+    for path, leaf in zip(leaf_paths(template), jax.tree.leaves(template), strict=True):
+        value = found.get(path, leaf)
+        if value.dtype != leaf.dtype:
+            value = jax.jit(lambda x, to=leaf.dtype: x.astype(to))(value)
+        new.append(value)
+    return jax.tree.unflatten(jax.tree.structure(template), new)
+
+
+def nodes(tree: Any, prefix: str = "") -> dict[str, str]:
+    """The type of everything in `tree` that is no leaf, by path; the root's path is empty."""
+    children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    if children and not children[0][0]:
+        return {}  # a leaf
+    found = {prefix: type(tree).__name__}
+    for path, child in children:
+        found |= nodes(child, f"{prefix}/{_name(path)}" if prefix else _name(path))
+    return found
 
 
 def _empty(spec: jax.ShapeDtypeStruct) -> jax.Array:

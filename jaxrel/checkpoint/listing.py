@@ -6,17 +6,20 @@ from typing import Any, Literal
 
 from etils import epath
 
-from jaxrel.checkpoint import manifest
+from jaxrel.checkpoint import manifest, marks
+from jaxrel.checkpoint.errors import DamagedError
 from jaxrel.exit_codes import DataRefusedError, UsageError
 
 STATE_ITEM = "state"
 """Name of the arrays' item, a folder inside the step's folder."""
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
 """Orbax writes a step under this name and renames it when it is complete."""
+ASIDE_SUFFIX = ".aside"
+"""A step that the run went back behind is renamed to this, so that it is never taken for new."""
 _STEP = re.compile(r"0|[1-9][0-9]*")
-_TMP = re.compile(rf"(0|[1-9][0-9]*){re.escape(TMP_SUFFIX)}.*")
+_UNUSED = re.compile(rf"(0|[1-9][0-9]*)({re.escape(TMP_SUFFIX)}|{re.escape(ASIDE_SUFFIX)}).*")
 
-Status = Literal["committed", "corrupt", "incomplete", "foreign"]
+Status = Literal["verified", "committed", "corrupt", "incomplete", "foreign", "aside"]
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,27 @@ class Entry:
     step: int
     path: epath.Path
     status: Status
-    """`committed`: complete, and its manifest is sound. `corrupt`: complete, and its manifest
-    is damaged or gone. `incomplete`: a save that never ended. `foreign`: not jaxrel's."""
-    state_digest: str | None
+    """`committed`: complete, and its manifest is sound. `verified`: its arrays too were read
+    back. `corrupt`: complete, but damaged. `incomplete`: a save that never ended. `foreign`:
+    not jaxrel's. `aside`: of a timeline that the run has left."""
+    state_digest: str | None = None
     """From the manifest; 32 hex digits."""
+    trusted: bool = False
+    """The run went on from it for long enough without a sign of trouble."""
+    metric: float | None = None
+    """What was saved with it; lower is better."""
+    why: str = ""
+    """Why it is corrupt."""
+
+    @property
+    def good(self) -> bool:
+        """Whether it can be restored, for all that is known."""
+        return self.status in ("verified", "committed")
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is a checkpoint of this timeline that jaxrel committed, damaged or not."""
+        return self.good or self.status == "corrupt"
 
 
 def scan(directory: epath.PathLike) -> list[Entry]:
@@ -42,42 +62,53 @@ def scan(directory: epath.PathLike) -> list[Entry]:
     entries = []
     for path in paths:
         if _STEP.fullmatch(path.name):
-            status, state_digest = _judge(path)
-            entries.append(Entry(int(path.name), path, status, state_digest))
-        elif (tmp := _TMP.fullmatch(path.name)) and path.is_dir():
-            entries.append(Entry(int(tmp[1]), path, "incomplete", None))
+            entries.append(_judge(path))
+        elif (found := _UNUSED.fullmatch(path.name)) and path.is_dir():
+            status = "incomplete" if found[2] == TMP_SUFFIX else "aside"
+            entries.append(Entry(int(found[1]), path, status))
     return sorted(entries, key=lambda entry: entry.step)
 
 
 def newest(directory: epath.PathLike) -> int | None:
-    """Step of the newest complete checkpoint of jaxrel, None if there is none.
+    """Step of the newest good checkpoint, None if there is no complete one of jaxrel's.
 
-    One with a damaged manifest counts: a restore has to refuse it by name, and not start
-    from nothing as if there were no checkpoint.
+    Raises DataRefusedError where there are some and none is good: a run must not start from
+    nothing as if there were none.
     """
-    complete = [e.step for e in scan(directory) if e.status in ("committed", "corrupt")]
-    return max(complete, default=None)
+    complete = [entry for entry in scan(directory) if entry.complete]
+    good = [entry.step for entry in complete if entry.good]
+    if complete and not good:
+        raise DataRefusedError(none_good(directory, {e.step: e.why for e in complete}))
+    return max(good, default=None)
+
+
+def none_good(directory: epath.PathLike, reasons: dict[int, str]) -> str:
+    """The message that refuses to start from nothing."""
+    told = "; ".join(f"step {step}: {reasons[step]}" for step in sorted(reasons, reverse=True))
+    return (
+        f"none of the checkpoints in {directory} is good ({told}); to start anew, choose another"
+        " directory or move them away"
+    )
 
 
 def list_checkpoints(directory: epath.PathLike) -> dict[str, Any]:
     """The document of `jaxrel checkpoint list --json`; a run's directory is made by its first save.
 
-    `bytes` is the size of all files of the entry; `trusted` is null until it is judged.
+    `bytes` is the size of all files of the entry.
     """
     directory = epath.Path(directory)
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"checkpoint directory {directory} is not a directory")
-    entries = scan(directory)
-    committed = [entry.step for entry in entries if entry.status == "committed"]
+    entries = [entry for entry in scan(directory) if entry.status != "aside"]
     return {
-        "latest_restorable": max(committed, default=None),
+        "latest_restorable": max((e.step for e in entries if e.good), default=None),
         "checkpoints": [
             {
                 "step": entry.step,
                 "tier": "run",
                 "bytes": _size(entry.path),
                 "status": entry.status,
-                "trusted": None,
+                "trusted": entry.trusted,
                 "state_digest": entry.state_digest,
             }
             for entry in entries
@@ -85,22 +116,39 @@ def list_checkpoints(directory: epath.PathLike) -> dict[str, Any]:
     }
 
 
-def _judge(path: epath.Path) -> tuple[Status, str | None]:
-    """Status and state digest of an entry whose name says that it is complete."""
+def _judge(path: epath.Path) -> Entry:
+    """An entry whose name says that it is complete."""
+    step = int(path.name)
     try:
-        return "committed", manifest.read(path)["state_digest"]
-    except DataRefusedError:
-        return "corrupt", None
+        found = manifest.read(path)
+    except DamagedError as error:
+        return Entry(step, path, "corrupt", why=str(error))
+    except DataRefusedError as error:  # of a newer version, whose restore says so
+        return Entry(step, path, "committed", why=str(error))
     except manifest.NotOursError:
-        return "foreign", None
+        return Entry(step, path, "foreign")
     except (FileNotFoundError, NotADirectoryError):
-        pass
-    if not path.is_dir():
-        return "foreign", None
-    names = {child.name for child in path.iterdir()}
+        return _without_manifest(step, path)
+    known = marks.read(path, found["state_digest"])
+    status: Status = "verified" if known.verified else "committed"
+    return Entry(
+        step,
+        path,
+        status if known.corrupt is None else "corrupt",
+        found["state_digest"],
+        known.trusted and known.corrupt is None,
+        found.get("metric"),
+        known.corrupt or "",
+    )
+
+
+def _without_manifest(step: int, path: epath.Path) -> Entry:
+    names = {child.name for child in path.iterdir()} if path.is_dir() else {"a file"}
     if not names:
-        return "incomplete", None
-    return ("corrupt" if {manifest.ITEM, STATE_ITEM} <= names else "foreign"), None
+        return Entry(step, path, "incomplete")
+    if {manifest.ITEM, STATE_ITEM} <= names:
+        return Entry(step, path, "corrupt", why="its manifest is gone")
+    return Entry(step, path, "foreign")
 
 
 def _size(path: epath.Path) -> int:

@@ -1,10 +1,13 @@
 """The manifest: what a checkpoint says about itself, in JSON, inside Orbax's own commit.
 
     {"format": 1, "step": 20, "state_digest": "...", "checksum": "...", "extra": {...},
-     "leaves": {"params/w": {"shape": [8, 4], "dtype": "float32", "digest": "..."}, ...}}
+     "leaves": {"params/w": {"shape": [8, 4], "dtype": "float32", "digest": "..."}, ...},
+     "nodes": {"": "TrainState", "params": "dict", ...}, "metric": 1.5,
+     "mesh": {"data": 8}, "processes": 1, "versions": {"jax": "...", ...}}
 
 A leaf that is a typed random key has its shape as a key array and names its `key_impl`;
-`checksum` covers all the rest, so that a damaged manifest is noticed too.
+`nodes` are the types of what the leaves hang on; `checksum` covers all the rest, so that a
+damaged manifest is noticed too. The last two lines are newer than the first: they may lack.
 """
 
 import hashlib
@@ -14,6 +17,7 @@ from typing import Any
 
 from etils import epath
 
+from jaxrel.checkpoint.errors import DamagedError
 from jaxrel.exit_codes import DataRefusedError
 
 FORMAT = 1
@@ -37,39 +41,46 @@ def read(path: epath.Path) -> dict[str, Any]:
     """The manifest of the checkpoint at `path`, a step's folder.
 
     Raises FileNotFoundError where there is none, NotOursError for another program's item,
-    and DataRefusedError for one that is damaged, of another step, or of a newer format.
+    DamagedError for one that is damaged or of another step, DataRefusedError for one of a newer
+    format.
     """
     try:
         found = json.loads((path / ITEM / FILE).read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataRefusedError(f"checkpoint {path}: its manifest is damaged ({error})") from error
+        raise DamagedError(f"checkpoint {path}: its manifest is damaged ({error})") from error
     if not isinstance(found, dict) or not {"format", "checksum"} & set(found):
         raise NotOursError(f"{path}: not a manifest of jaxrel")
     plain = {name: value for name, value in found.items() if name != "checksum"}
     if found.get("checksum") != _checksum(plain):
-        raise DataRefusedError(f"checkpoint {path}: its manifest is damaged (checksum differs)")
+        raise DamagedError(f"checkpoint {path}: its manifest is damaged (checksum differs)")
     if found["format"] != FORMAT:
         raise DataRefusedError(
             f"checkpoint {path}: format {found['format']}, this version reads format {FORMAT}"
         )
     if str(found["step"]) != path.name:
-        raise DataRefusedError(f"checkpoint {path}: its manifest is that of step {found['step']}")
+        raise DamagedError(f"checkpoint {path}: its manifest is that of step {found['step']}")
     return found
 
 
 def differences(
     saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
-    """One phrase for each leaf whose path, shape or dtype differs; the dtype names a key's kind."""
-    found = []
+) -> dict[str, str]:
+    """A phrase for each leaf whose path, shape or dtype differs; the dtype names a key's kind."""
+    found = {}
     for path in sorted({*saved, *wanted}):
         if path not in wanted:
-            found.append(f"{path}: only in the checkpoint")
+            found[path] = f"{path}: only in the checkpoint"
         elif path not in saved:
-            found.append(f"{path}: not in the checkpoint")
+            found[path] = f"{path}: not in the checkpoint"
         elif _kind(saved[path]) != _kind(wanted[path]):
-            found.append(f"{path}: saved as {_kind(saved[path])}, wanted {_kind(wanted[path])}")
+            found[path] = f"{path}: saved as {_kind(saved[path])}, wanted {_kind(wanted[path])}"
     return found
+
+
+def castable(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether the two leaves differ in nothing but a dtype of numbers."""
+    keys = any(leaf["dtype"].startswith("key<") for leaf in (saved, wanted))
+    return saved["shape"] == wanted["shape"] and not keys
 
 
 def _kind(leaf: Mapping[str, Any]) -> str:

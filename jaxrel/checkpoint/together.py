@@ -1,22 +1,28 @@
 """Decisions that all processes of a job make alike."""
 
+import json
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxrel.exit_codes import DataRefusedError, ExitCode, FailedError
+from jaxrel.checkpoint.errors import DamagedError
+from jaxrel.exit_codes import DataRefusedError, FailedError
 
 T = TypeVar("T")
+
+_PROVEN, _DAMAGED, _REFUSED, _FAILED = 1, 2, 3, 4
+"""How an error is told to the others; the highest of all processes counts."""
 
 
 def together(act: Callable[[], T]) -> T:
     """What `act` returns here; if it fails on one process, it fails on all.
 
     Otherwise the others would wait for that one in the next collective. The process that
-    failed raises its own error; the others raise DataRefusedError or FailedError alike.
+    failed raises its own error; the others raise DamagedError, DataRefusedError or FailedError
+    alike. DamagedError, after which a caller may go on, is raised by all or by none.
     """
     error, result = None, None
     try:
@@ -24,20 +30,40 @@ def together(act: Callable[[], T]) -> T:
     except Exception as caught:
         error = caught
     if jax.process_count() > 1:
-        code = 0 if error is None else int(getattr(error, "code", ExitCode.FAILED))
-        codes = multihost_utils.process_allgather(np.int32(code))
-        if error is None and codes.any():
-            rank = int(np.flatnonzero(codes)[0])
-            kind = DataRefusedError if codes[rank] == ExitCode.DATA_REFUSED else FailedError
-            raise kind(f"process {rank} failed at this checkpoint; its own message says why")
+        kinds = multihost_utils.process_allgather(np.int32(_kind(error)))
+        rank = int(np.argmax(kinds))
+        worst = int(kinds[rank])
+        if worst and (error is None or (isinstance(error, DamagedError) and worst > _DAMAGED)):
+            what = f"process {rank} failed at this checkpoint; its own message says why"
+            if worst <= _DAMAGED:
+                raise DamagedError(what, proven=bool((kinds == _PROVEN).any()))
+            raise (DataRefusedError if worst == _REFUSED else FailedError)(what) from error
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
 
 
-def agreed(ask: Callable[[], int]) -> int:
-    """Process 0's answer, on every process: a whole number below 2**31."""
-    answer = together(ask)
+def _kind(error: Exception | None) -> int:
+    if error is None:
+        return 0
+    if isinstance(error, DamagedError):
+        return _PROVEN if error.proven else _DAMAGED
+    return _REFUSED if isinstance(error, DataRefusedError) else _FAILED
+
+
+def agreed(ask: Callable[[], T]) -> T:
+    """Process 0's answer, a JSON value, on every process."""
+    answer = together(lambda: ask() if jax.process_index() == 0 else None)
+    return from_everyone(answer)[0]
+
+
+def from_everyone(value: Any) -> list[Any]:
+    """What each process gave, JSON values in the order of processes. Collective."""
     if jax.process_count() == 1:
-        return answer
-    return int(multihost_utils.broadcast_one_to_all(np.int32(answer)))
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(text)))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(text)] = text
+    rows = multihost_utils.process_allgather(padded)
+    return [json.loads(row[:n].tobytes()) for row, n in zip(rows, sizes, strict=True)]

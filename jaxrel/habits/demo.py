@@ -241,7 +241,9 @@ def verdict(alone: Summary, run: Summary, journal: Journal, folder: Path, consol
     console.print(table)
     for fact, holds in facts.items():
         console.print(f"{'yes' if holds else 'NO ':<4} {fact}")
-    console.print(f"runs: {folder}; look again with: jaxrel report {folder / 'run'}")
+    console.print(
+        f"runs: {folder}; look again with: {sys.executable} -m jaxrel report {folder / 'run'}"
+    )
     return ExitCode.OK if all(facts.values()) else 1
 
 

@@ -6,6 +6,7 @@ at it right now. Any other line that is no record is damage. Both are counted, n
 
 import heapq
 import json
+import os
 import re
 import types
 from collections.abc import Iterator
@@ -67,7 +68,7 @@ def read(run_dir: str | Path) -> Journal:
     Raises UsageError when `run_dir` is no run directory or holds no ledger, DataRefusedError
     when a later version of jaxrel wrote it.
     """
-    if not Path(run_dir).is_dir():
+    if not os.path.isdir(run_dir):  # also of a name that is too long
         raise UsageError(f"RUN: got {str(run_dir)!r}: expected the directory of a run")
     paths = segments(run_dir)
     if not paths:

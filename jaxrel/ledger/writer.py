@@ -20,6 +20,7 @@ from typing import Any, Self
 from jaxrel.clock import Clock, SystemClock
 from jaxrel.events import (
     Event,
+    Finished,
     PhaseBegan,
     Record,
     RecordsLost,
@@ -111,6 +112,11 @@ class Ledger:
             if self._phase != "train":
                 self._write(PhaseBegan("train"), self._now_us())
             self._write(completed, self._now_us())
+
+    def finished(self, step: int, state_digest: str = "") -> None:
+        """The run is complete, and its last step is saved. For a loop of your own."""
+        self.write(Finished(_plain(step), state_digest))
+        self.sync()
 
     def begin_attempt(self, attempt: int) -> None:
         """Go on as another attempt, in a new segment. For a leader, which outlives attempts."""

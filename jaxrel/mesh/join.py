@@ -41,7 +41,7 @@ def joined(job: JobConfig, *, heartbeat_timeout_s: int = 100) -> Iterator[None]:
     to that barrier. Raises FailedError naming missing processes, and UsageError when JAX is to
     detect a job and finds none.
     """
-    if job.coordinator is None and not job.detect:
+    if job.num_processes == 1 or (job.coordinator is None and not job.detect):
         yield
         return
     # Gloo carries collectives between CPU processes; other backends do not read this.

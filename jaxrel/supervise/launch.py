@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jaxrel.exit_codes import UsageError
 from jaxrel.ledger.reader import highest_attempt
+from jaxrel.run_lock import supervised
 from jaxrel.supervise.console import Console
 from jaxrel.supervise.core import Policy
 from jaxrel.supervise.deadlines import Deadlines
@@ -19,6 +20,9 @@ from jaxrel.supervise.narrator import Narrator
 from jaxrel.supervise.ports import fresh_ports
 from jaxrel.supervise.provisional import Provisional
 from jaxrel.supervise.verdict import Budget
+
+_MOST = 512
+"""Workers that one machine is asked to run."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,16 @@ class Launch:
         _expect("hang_floor", self.hang_floor, 0 < self.hang_floor < math.inf, "seconds above 0")
         _expect("grace", self.grace, 0 <= self.grace < math.inf, "seconds from 0")
         _expect("backend", self.backend, self.backend == "local", "local")
+        processes = self.hosts * self.processes_per_host
+        most = f"at most {_MOST} processes on one machine, not {processes}"
+        _expect("hosts", self.hosts, processes <= _MOST, most)
+        if not self.run_dir:
+            raise UsageError("--dir: got '': expected the run's directory")
         if not self.command:
             raise UsageError("CMD: got nothing: expected a command after --")
         if shutil.which(self.command[0]) is None:
+            if Path(self.command[0]).is_file():
+                raise UsageError(f"CMD: got {self.command[0]!r}: it is not executable")
             raise UsageError(f"CMD: got {self.command[0]!r}: there is no such command")
 
 
@@ -65,9 +76,7 @@ def launch(asked: Launch) -> int:
         jitter=random.random(),
     )
     console = Console()
-    # The number is given: a job inside a worker of another one counts its own attempts.
-    first = highest_attempt(run_dir) + 1
-    with closing(Provisional(run_dir, first, len(policy.placement()))) as ledger:
+    with supervised(run_dir), closing(_ledger(run_dir, len(policy.placement()))) as ledger:
         leader = Leader(
             Job(asked.command, run_dir, asked.cpu_devices),
             policy,
@@ -81,6 +90,11 @@ def launch(asked: Launch) -> int:
             return asyncio.run(leader.run())
         finally:
             console.close()
+
+
+def _ledger(run_dir: Path, ranks: int) -> Provisional:
+    """The number is given: a job inside a worker of another one counts its own attempts."""
+    return Provisional(run_dir, highest_attempt(run_dir) + 1, ranks)
 
 
 def _expect(flag: str, value: object, good: bool, expected: str) -> None:

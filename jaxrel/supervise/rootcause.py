@@ -28,6 +28,7 @@ _PEER = re.compile(
     r"|process 0 did not answer",
     re.IGNORECASE,
 )
+_STORAGE = re.compile(r"No space left|quota exceeded|Read-only file system|SaveFailedError")
 _MEMORY = re.compile(r"RESOURCE_EXHAUSTED|MemoryError")
 
 _STUCK_S = 5.0
@@ -123,8 +124,7 @@ def _how(rank: Rank) -> tuple[FailureKind, str, float]:
         said = f": {rank.beat.error}" if rank.beat.error else ""
         return _KINDS[rank.code], f"left with exit code {rank.code}{said}", left_at
     if rank.beat.phase == "failed":
-        kind = "oom" if _MEMORY.search(rank.beat.error) else "exception"
-        return kind, rank.beat.error or "failed and did not say why", left_at
+        return _kind_of(rank.beat.error), rank.beat.error or "failed and did not say why", left_at
     if rank.code is None:
         since = rank.at if rank.stopped_at is None else rank.stopped_at
         return "stopped", f"stopped by a signal {rank.where}", since
@@ -132,6 +132,13 @@ def _how(rank: Rank) -> tuple[FailureKind, str, float]:
         return "exit", f"left before the run was complete, {rank.where}", left_at
     kind = "signal" if rank.code < 0 or rank.code in _ABORTED else "exit"
     return kind, f"{code_text(rank.code)} {rank.where}", left_at
+
+
+def _kind_of(error: str) -> FailureKind:
+    """Of what a failed process said; storage and memory may both be RESOURCE_EXHAUSTED."""
+    if _STORAGE.search(error):
+        return "storage"
+    return "oom" if _MEMORY.search(error) else "exception"
 
 
 def _follows(rank: Rank) -> bool:

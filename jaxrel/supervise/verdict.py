@@ -113,7 +113,9 @@ def asked_to_stop(ranks: tuple[Rank, ...], speaks: bool, why: str) -> Outcome:
         if rank.code is not None and not well:
             parts.append(f"rank {rank.rank} {code_text(rank.code)}")
     reason = f"asked to stop ({why}): {', '.join(parts)}"
-    return Outcome(ExitCode.FAILED, reason, End(ExitCode.FAILED, reason))
+    impatient = why.count("SIGINT") > 1  # a person, who did not wait for the saves
+    code = ExitCode.INTERRUPTED if impatient else ExitCode.FAILED
+    return Outcome(ExitCode.FAILED, reason, End(code, reason))
 
 
 def _pause_s(fruitless: int, jitter: float) -> float:

@@ -26,7 +26,7 @@ from flax import nnx
 
 from jaxrel.checkpoint import Checkpointer
 from jaxrel.checkpoint.host_random import capture, derive, restore
-from jaxrel.checkpoint.together import together
+from jaxrel.checkpoint.together import from_everyone, together
 from jaxrel.config import Config
 from jaxrel.config_file import with_environment
 from jaxrel.exit_codes import (
@@ -40,7 +40,6 @@ from jaxrel.exit_codes import (
 from jaxrel.mesh.compile_cache import use_compile_cache
 from jaxrel.mesh.join import joined, use_cpu_devices
 from jaxrel.run_lock import claim
-from jaxrel.train.everyone import from_everyone
 from jaxrel.train.recorder import Recorder, begin_together, dump_on_request
 from jaxrel.train.stop import StopSignal
 
@@ -106,9 +105,17 @@ class Run:
         for name, value in (("steps", steps), ("interval", interval), ("keep", keep)):
             if value < 1:
                 raise UsageError(f"{name}: got {value}: expected at least 1")
+        _check_job()
+        if data is not None and not (hasattr(data, "get_state") and hasattr(data, "set_state")):
+            raise UsageError(
+                f"data: got {type(data).__name__}: expected an iterator with get_state and"
+                " set_state, as Grain's have, or None where a batch follows from the step's number"
+            )
         self._recorder.phase("start")
         self._checkpointer = Checkpointer(run_dir / "checkpoints", keep=keep)
         latest = self._checkpointer.latest()
+        if latest is not None:
+            self._checkpointer.compare(jax.tree.map(_abstract, self._arrays()), latest)
         self.done = latest or 0
         """Completed updates."""
         self._told, self._compiled = self.done, False
@@ -124,7 +131,10 @@ class Run:
         """The steps that are left; what comes after the loop's body is done here."""
         if self.done >= self.steps:
             return
-        with self._checkpointer, self._stop, self._recorder:
+        # An exception in the loop's body ends this generator before `_leave` hears of it, so the
+        # recorder is closed there, or at the end of the process.
+        atexit.register(self._recorder.__exit__, None, None, None)
+        with self._checkpointer, self._stop:
             while self.done < self.steps and not self._stop.asked(self.done):
                 step = self.done
                 yield step
@@ -177,17 +187,26 @@ class Run:
         if latest is None:
             derive(seed, jax.process_index(), 0)
         else:
-            digest = together(lambda: self._restore(latest, seed))
-            print(f"resumed from step {latest}", file=sys.stderr)
+            digest = self._restore(seed)
+            print(f"resumed from step {self.done}", file=sys.stderr)
         devices = {"devices": jax.device_count()}
         self._recorder.resumed(self.done, devices, digest)
         self._recorder.phase("compile", self.done)
         self._digest = digest or ""
 
-    def _restore(self, step: int, seed: int) -> str:
+    def _restore(self, seed: int) -> str:
         """Bring state, data and host random states back; returns the state's digest."""
         now = self._arrays()
-        found, manifest = self._checkpointer.restore(jax.tree.map(_abstract, now), step)
+        try:
+            found, manifest = self._checkpointer.restore(jax.tree.map(_abstract, now))
+        finally:
+            self._recorder.refused(self._checkpointer)
+        self.done = self._told = manifest["step"]
+        together(lambda: self._bring_back(now, found, manifest, seed))
+        return manifest["state_digest"]
+
+    def _bring_back(self, now: Any, found: Any, manifest: Any, seed: int) -> None:
+        step = manifest["step"]
         found = jax.tree.map(_as_before, now, found)
         if self._in_place:
             state = nnx.state(self.state)
@@ -208,7 +227,6 @@ class Run:
                     f" processes, here are {jax.process_count()}"
                 )
             self._data.set_state(positions[jax.process_index()])
-        return manifest["state_digest"]
 
     def _save(self) -> None:
         self._tell()
@@ -233,6 +251,7 @@ class Run:
         if loss is not None and not np.isfinite(loss):
             raise DivergedError(f"step {step}: loss {loss:g}; nothing after this is saved")
         self._recorder.step(step, **known)
+        self._checkpointer.healthy(step)
         self._recorder.at("data", step, self.done)
         self._told = step
 
@@ -245,13 +264,24 @@ class Run:
             code = int(error.code)
         else:
             traceback.print_exception(kind, error, trace)
-            code = 130 if isinstance(error, KeyboardInterrupt) else int(ExitCode.FAILED)
+            interrupted = isinstance(error, KeyboardInterrupt)
+            code = int(ExitCode.INTERRUPTED if interrupted else ExitCode.FAILED)
         with contextlib.suppress(Exception):
             self._checkpointer.wait(_JOIN_S)  # a save in flight is as good as any
         self._recorder.__exit__(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # Python would first wait for threads, and JAX for processes that are gone
+
+
+def _check_job() -> None:
+    """Raise UsageError in a process of several that has not joined the others."""
+    wanted = with_environment(Config()).job.num_processes or 1
+    if wanted > 1 and jax.process_count() == 1:
+        raise UsageError(
+            f"attach: this is one of {wanted} processes of a job and has not joined it: call"
+            " jaxrel.join() before JAX is first used"
+        )
 
 
 def _has_nnx(state: Any) -> bool:

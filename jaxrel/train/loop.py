@@ -4,6 +4,8 @@
 `Checkpointer`. Whoever has a loop of their own takes those instead.
 """
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +15,12 @@ import numpy as np
 from jaxrel.checkpoint import manifest
 from jaxrel.checkpoint.checkpointer import Checkpointer
 from jaxrel.checkpoint.host_random import capture, derive, restore
-from jaxrel.checkpoint.together import together
+from jaxrel.checkpoint.together import from_everyone, together
 from jaxrel.data.pipeline import Feed, check_fingerprint, merge_states
 from jaxrel.exit_codes import DataRefusedError, DivergedError, PreemptedError
 from jaxrel.train.evaluation import Evaluation
-from jaxrel.train.everyone import from_everyone
 from jaxrel.train.progress import ProgressLine
-from jaxrel.train.recorder import Recorder, Timer
+from jaxrel.train.recorder import SUPERVISED, Recorder, Timer
 from jaxrel.train.state import TrainState, overflowed
 from jaxrel.train.step import StepRecord, TrainStep
 from jaxrel.train.stop import StopSignal
@@ -38,6 +39,11 @@ class Trainer:
     seed: int
     facts: dict[str, Any] = field(default_factory=dict)
     """What never changes in this run and is saved beside the state: JSON."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """What is saved as well and may change: JSON."""
+    cast: Sequence[str] = ()
+    partial: Sequence[str] = ()
+    """Leaves that may differ from the checkpoint's, as in `Checkpointer.restore`."""
     stop: StopSignal = field(default_factory=StopSignal)
     """What asks the run to stop early."""
     recorder: Recorder = field(default_factory=Recorder)
@@ -76,10 +82,9 @@ class Trainer:
                 if evaluate or save:  # of a state that is known to be sound
                     self._complete(done, ahead)
                     ahead = None
-                if evaluate:
-                    self._evaluate(done, state)
+                metric = self._evaluate(done, state) if evaluate else None
                 if save:
-                    digest, saved = self._save(done, state, record, position), done
+                    digest, saved = self._save(done, state, record, position, metric), done
             if ahead is not None:
                 self._complete(done, ahead)
             if done > saved:
@@ -101,14 +106,18 @@ class Trainer:
         """
         step = self.checkpointer.latest()
         if step is not None:
-            together(lambda: self._check(step))
+            together(lambda: self._check(step, self._read_extra(step)))
+            if not self.partial:
+                self.checkpointer.compare(self.step.abstract_state, step, cast=self.cast)
         return step
 
-    def _check(self, step: int) -> None:
+    def _read_extra(self, step: int) -> dict[str, Any]:
         try:
-            extra = manifest.read(self.checkpointer.directory / str(step))["extra"]
+            return manifest.read(self.checkpointer.directory / str(step))["extra"]
         except (OSError, manifest.NotOursError) as error:
             raise DataRefusedError(f"checkpoint of step {step} cannot be read: {error}") from error
+
+    def _check(self, step: int, extra: dict[str, Any]) -> None:
         for name in ("fingerprint", "position", "host_random"):
             if not extra.get(name):
                 raise DataRefusedError(f"checkpoint of step {step}: has no {name}: cannot go on")
@@ -120,12 +129,15 @@ class Trainer:
         self.recorder.phase("restore")
         latest, degrees = self.check_resume(), dict(self.step.layout.mesh.shape)
         if latest is None:
+            if os.environ.get(SUPERVISED, "1") != "1":
+                self.progress.note("no checkpoint yet: from step 0")
             derive(self.seed, jax.process_index(), 0)
             self.feed.start(0, None)
             state, digest, position = self.step.init(self.seed), "", {}
         else:
-            state, found = self.checkpointer.restore(self.step.abstract_state, latest)
-            extra, digest = found["extra"], found["state_digest"]
+            state, found = self._restore()
+            latest, extra, digest = found["step"], found["extra"], found["state_digest"]
+            self._check(latest, extra)
             position = extra["position"]
             self.feed.start(latest, position)
             how = restore(extra["host_random"], seed=self.seed, step=latest)
@@ -135,6 +147,16 @@ class Trainer:
             self.progress.note(f"resumed from step {latest}{note}")
         self.recorder.resumed(latest or 0, degrees, digest or None)
         return state, latest or 0, digest, position
+
+    def _restore(self) -> tuple[TrainState, dict[str, Any]]:
+        """The newest good checkpoint; what was found damaged on the way is put on record."""
+        template: Any = self.step.abstract_state
+        if self.partial:  # leaves that the checkpoint lacks begin as in a new run
+            template = self.step.init(self.seed)
+        try:
+            return self.checkpointer.restore(template, cast=self.cast, partial=self.partial)
+        finally:
+            self.recorder.refused(self.checkpointer)
 
     def _next_batch(self, done: int, ahead: StepRecord | None) -> Any:
         """The next batch, None when asked to stop; a wait that left the devices idle is told."""
@@ -162,13 +184,14 @@ class Trainer:
         groups = {"loss": record.group_loss, "grad_norm": record.group_grad_norm}
         self.recorder.step(done, loss, norm, learning_rate=rate, tokens=self.tokens, groups=groups)
         self.progress.step(done, loss, norm)
+        self.checkpointer.healthy(done)
 
     def _evaluates(self, done: int) -> bool:
         return self.evaluation is not None and (
             done % self.evaluation.every == 0 or done == self.steps
         )
 
-    def _evaluate(self, done: int, state: TrainState) -> None:
+    def _evaluate(self, done: int, state: TrainState) -> float:
         """Before the save of the same step, so that what is saved was evaluated, once."""
         assert self.evaluation is not None
         self.recorder.phase("evaluation", done)
@@ -177,8 +200,16 @@ class Trainer:
         self.recorder.evaluated(done, loss, rows, took.seconds)
         self.recorder.phase("train", done)
         self.progress.note(f"step {done}: held-out loss {loss:.4f} over {rows} rows")
+        return loss
 
-    def _save(self, done: int, state: TrainState, record: StepRecord, position: Any) -> str:
+    def _save(
+        self,
+        done: int,
+        state: TrainState,
+        record: StepRecord,
+        position: Any,
+        metric: float | None = None,
+    ) -> str:
         """Start the save of a complete step, with all that exact resumption needs.
 
         Returns the digest of the state.
@@ -187,13 +218,14 @@ class Trainer:
         self.recorder.phase("checkpoint", done)
         self.recorder.sync()
         extra = {
+            **self.about,
             **self.facts,
             "fingerprint": self.feed.fingerprint,
             "position": merge_states(from_everyone(position)),
             "host_random": capture(),
         }
         self.recorder.saves(self.checkpointer, self.checkpointer.wait)
-        digest = self.checkpointer.save(done, state, extra=extra, words=record.words)
+        digest = self.checkpointer.save(done, state, extra=extra, words=record.words, metric=metric)
         self.recorder.phase("train", done)
         return digest
 

@@ -15,10 +15,12 @@ from typing import Any, Protocol, Self
 import jax
 import numpy as np
 
-from jaxrel.checkpoint.checkpointer import Checkpointer, SaveFailedError
-from jaxrel.checkpoint.together import together
+from jaxrel.checkpoint.checkpointer import Checkpointer
+from jaxrel.checkpoint.errors import SaveFailedError
+from jaxrel.checkpoint.together import from_everyone, together
 from jaxrel.events import (
     CheckpointFailed,
+    CheckpointRefused,
     CheckpointSaved,
     Evaluated,
     Event,
@@ -36,7 +38,6 @@ from jaxrel.heartbeat import Heartbeat
 from jaxrel.ledger import Ledger
 from jaxrel.ledger.reader import highest_attempt
 from jaxrel.report.tensorboard import TensorBoard
-from jaxrel.train.everyone import from_everyone
 
 log = logging.getLogger(__name__)
 
@@ -179,8 +180,15 @@ class Recorder:
         if self._process == 0:
             self.write(CheckpointSaved(step, seconds, blocking_s, digest))
 
+    def refused(self, checkpointer: Checkpointer) -> None:
+        """Put on record which checkpoints were found damaged."""
+        for step, reason in checkpointer.refused():
+            if self._process == 0:
+                self.write(CheckpointRefused(step, reason[:1000]))
+
     def saves(self, checkpointer: Checkpointer, look: Callable[[], None]) -> None:
         """Put on record what `look`, its `check` or `wait`, finds complete or failed."""
+        self.refused(checkpointer)
         try:
             look()
         except SaveFailedError as error:

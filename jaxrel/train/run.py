@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrel.checkpoint import Checkpointer
 from jaxrel.checkpoint.together import together
-from jaxrel.config import BatchConfig, Config, check
+from jaxrel.config import BatchConfig, Config, check, fingerprint
 from jaxrel.data.corpus import standard_library_corpus
 from jaxrel.data.held_out import HeldOut
 from jaxrel.data.pipeline import Feed, open_feed
@@ -71,6 +71,10 @@ def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Reco
             config.checkpoint_dir(),
             keep=config.checkpoint.keep,
             deadline_s=config.checkpoint.deadline_s,
+            keep_every=config.checkpoint.keep_every,
+            keep_best=config.checkpoint.keep_best,
+            verify_mb_s=config.checkpoint.verify_mb_s,
+            trust_after=config.checkpoint.trust_after,
         )
         trainer = make_trainer(config, step, feed, checkpointer, stop, recorder)
         trainer.evaluation = make_evaluation(config, task, step)
@@ -137,6 +141,9 @@ def make_trainer(
         interval=config.checkpoint.interval,
         seed=config.run.seed,
         facts={"seed": config.run.seed, **_batch_facts(batch)},
+        about={"config": fingerprint(config)},
+        cast=config.checkpoint.cast,
+        partial=config.checkpoint.partial,
         stop=stop,
         recorder=recorder,
         tokens=tokens,

@@ -60,8 +60,8 @@ def main() -> None:
     steps = parser.parse_args().steps
     state = init(jax.random.key(0))
     with Checkpointer("run/checkpoints") as checkpointer:
-        if (latest := checkpointer.latest()) is not None:
-            state, _ = checkpointer.restore(jax.eval_shape(lambda: state), latest)
+        if checkpointer.latest() is not None:
+            state, _ = checkpointer.restore(jax.eval_shape(lambda: state))
         if int(state.step) >= steps:
             print(f"already complete: step {int(state.step)}")
             return
@@ -71,9 +71,11 @@ def main() -> None:
                 state, loss = train_step(state, batch(step))
                 ledger.step(step + 1, loss=loss)
                 if (step + 1) % INTERVAL == 0 or step + 1 == steps:
-                    checkpointer.save(step + 1, state)
+                    digest = checkpointer.save(step + 1, state)
                 if step % 20 == 0 or step + 1 == steps:
                     print(f"step {step + 1}  loss {float(loss):.6f}", flush=True)
+            checkpointer.wait()
+            ledger.finished(steps, digest)
 
 
 if __name__ == "__main__":

@@ -281,8 +281,10 @@ def test_bad_arguments(tmp_path: Path) -> None:
             checkpointer.save(1, {"x": x}, extra=extra)
     with pytest.raises(UsageError, match="step -1"):
         checkpointer.save(-1, {"x": x})
-    with pytest.raises(UsageError, match="keep 0"):
-        Checkpointer(tmp_path, keep=0)
+    with pytest.raises(UsageError, match="keep: got 1: expected at least 2, so that there is an"):
+        Checkpointer(tmp_path, keep=1)
+    with pytest.raises(UsageError, match="keep_every: got -1"):
+        Checkpointer(tmp_path, keep_every=-1)
     with pytest.raises(UsageError, match="deadline 0"):
         Checkpointer(tmp_path, deadline_s=0)
     (tmp_path / "file").write_text("")
@@ -335,9 +337,9 @@ def test_a_checkpoint_of_another_program_is_left_alone(tmp_path: Path) -> None:
                 manifest=ocp.args.JsonSave({"some": "thing"}),
             ),
         )
-    save(tmp_path, 1, 2, 3, keep=1)
+    save(tmp_path, 1, 2, 3, keep=2)
     assert Checkpointer(tmp_path).latest() == 3
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["3", "50"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3", "50"]
 
 
 def test_the_newest_are_kept_and_the_old_go_only_after_the_commit(
@@ -349,7 +351,7 @@ def test_the_newest_are_kept_and_the_old_go_only_after_the_commit(
     with Checkpointer(tmp_path, keep=2) as checkpointer:
         checkpointer.save(3, states.make(3, states.mesh(4, 2)))
         assert listing.newest(tmp_path) == 2
-        assert {e.step for e in listing.scan(tmp_path) if e.status == "committed"} == {1, 2}
+        assert {e.step for e in listing.scan(tmp_path) if e.good} == {1, 2}
         go.set()
         checkpointer.wait()
         assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
@@ -368,13 +370,13 @@ def test_a_deletion_that_fails_does_not_stop_the_run(
 
     for method, complaint in (("rename", "old checkpoints .* stay"), ("rmtree", "not be deleted")):
         directory = tmp_path / method
-        save(directory, 1)
+        save(directory, 1, 2)
         with monkeypatch.context() as patch:
             patch.setattr(kind, method, refuse)
-            save(directory, 2, keep=1)
-        assert Checkpointer(directory).latest() == 2
+            save(directory, 3, keep=2)
+        assert Checkpointer(directory).latest() == 3
         assert re.search(complaint, caplog.text)
-        assert len(list(directory.iterdir())) == 2
+        assert len(list(directory.iterdir())) == 3
 
 
 # How a save ends
@@ -406,7 +408,7 @@ def test_a_failed_background_save_is_heard_once_with_its_step(
         restored, _ = checkpointer.restore(states.abstract(mesh), 5)
         assert states.bits(restored) == states.bits(states.make(5, mesh))
         checkpointer.save(6, states.make(6, mesh))
-    assert [e.step for e in listing.scan(tmp_path) if e.status == "committed"] == [4, 5, 6]
+    assert [e.step for e in listing.scan(tmp_path) if e.good] == [4, 5, 6]
     assert len(temporary) == 5  # none wrote where another had
 
 
@@ -487,17 +489,19 @@ def test_a_damaged_manifest_is_refused_and_not_taken_for_no_checkpoint(tmp_path:
         "",
     ]:
         file.write_text(damaged)
-        assert Checkpointer(tmp_path).latest() == 1
-        with pytest.raises(DataRefusedError, match="its manifest is damaged"):
-            Checkpointer(tmp_path).restore(abstract)
+        _refuses_to_start(tmp_path, abstract, "step 1: .*its manifest is damaged")
     file.unlink()
-    assert Checkpointer(tmp_path).latest() == 1
-    with pytest.raises(DataRefusedError, match="is not a complete checkpoint"):
-        Checkpointer(tmp_path).restore(abstract)
+    _refuses_to_start(tmp_path, abstract, "step 1: its manifest is gone")
     file.write_text(json.dumps(sound))
     (tmp_path / "1").rename(tmp_path / "2")
-    with pytest.raises(DataRefusedError, match="its manifest is that of step 1"):
-        Checkpointer(tmp_path).restore(abstract)
+    _refuses_to_start(tmp_path, abstract, "step 2: .*its manifest is that of step 1")
+
+
+def _refuses_to_start(directory: Path, abstract: Any, why: str) -> None:
+    message = rf"none of the checkpoints in {directory} is good \({why}"
+    for ask in (lambda c: c.latest(), lambda c: c.restore(abstract)):
+        with pytest.raises(DataRefusedError, match=message):
+            ask(Checkpointer(directory))
 
 
 def test_replicated_leaves_are_written_once(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ STATE = {"x": jnp.arange(1000.0)}
 
 @pytest.mark.core
 def test_listing_imports_no_jax_and_gives_the_contract(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpointer(tmp_path, verify_mb_s=0) as checkpointer:
         for step in (5, 10):
             checkpointer.save(step, STATE)
     (tmp_path / "7").mkdir()
@@ -50,12 +50,12 @@ assert not {{"jax", "orbax", "tensorstore"}} & set(sys.modules)
     assert rows[2]["state_digest"] == state_digest
     files = [file for file in (tmp_path / "10").rglob("*") if file.is_file()]
     assert rows[2]["bytes"] == sum(file.stat().st_size for file in files) > 4000
-    assert all(row["tier"] == "run" and row["trusted"] is None for row in rows)
+    assert all(row["tier"] == "run" and row["trusted"] is False for row in rows)
     assert {row["state_digest"] for row in rows if row["status"] != "committed"} == {None}
 
 
 def test_a_damaged_manifest_is_not_restorable(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpointer(tmp_path, verify_mb_s=0) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, STATE)
     (tmp_path / "3" / "manifest" / "metadata").unlink()

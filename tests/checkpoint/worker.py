@@ -127,7 +127,7 @@ def rank(index: str, port: str, directory: str) -> None:
         read = checkpointer._arrays.restore
         if index == "1":
             checkpointer._arrays.restore = fail  # type: ignore[method-assign]
-        report["one_fails"] = refusal(checkpointer.restore, states.abstract(mesh, WIDTH))
+        report["one_fails"] = refusal(checkpointer.restore, states.abstract(mesh, WIDTH), 3)
         checkpointer._arrays.restore = read  # type: ignore[method-assign]
         whole = NamedSharding(mesh, PartitionSpec())
         with Checkpointer(root / "replicated") as other:

@@ -1,0 +1,5 @@
+"""`python -m jaxrel`: the `jaxrel` command."""
+
+from jaxrel.cli import command
+
+command()

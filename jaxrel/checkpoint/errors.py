@@ -1,0 +1,22 @@
+"""What can be wrong with a checkpoint, or with writing one."""
+
+from jaxrel.exit_codes import DataRefusedError, FailedError
+
+
+class SaveFailedError(FailedError):
+    """A save that failed or is overdue; `step` says which."""
+
+    def __init__(self, step: int, what: str) -> None:
+        super().__init__(f"the save of step {step} {what}")
+        self.step = step
+
+
+class DamagedError(DataRefusedError):
+    """What is on disk is not what was saved, or cannot be read: an older one may be good.
+
+    `proven` is False where only the reading failed, as by a fault of the storage.
+    """
+
+    def __init__(self, message: str, proven: bool = True) -> None:
+        super().__init__(message)
+        self.proven = proven

@@ -1,0 +1,178 @@
+"""From one checkpoint on disk to a state on the devices, proven to be what was saved."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jaxrel.checkpoint import leaves, listing, manifest
+from jaxrel.checkpoint.errors import DamagedError
+from jaxrel.checkpoint.together import together
+from jaxrel.digest import leaf_digests, state_digest
+from jaxrel.exit_codes import DataRefusedError, FailedError
+
+_NAMED = 8
+"""Leaves that an error message names before it counts the rest."""
+_PASSING = ("Input/output error", "Stale file handle", "Connection timed out", "UNAVAILABLE",
+            "temporarily unavailable", "DEADLINE_EXCEEDED", "ABORTED")  # fmt: skip
+"""In messages of storage whose trouble may pass."""
+_DENIED = ("Permission denied", "PERMISSION_DENIED", "UNAUTHENTICATED")
+_TRIES, _FIRST_PAUSE_S = 4, 0.1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a restore may change, by patterns of leaf paths as `params/*` (`fnmatch`)."""
+
+    cast: Sequence[str] = ()
+    """Leaves that may be wanted in another dtype; they are cast after their digest was right."""
+    partial: Sequence[str] = ()
+    """Leaves that may be in the checkpoint alone, and are left there, or in the state alone,
+    and keep the value that they have there."""
+
+    def refused(self, saved: Mapping[str, Any], template: Any) -> list[str]:
+        """The differences between a manifest and a template that nobody allowed, a phrase each."""
+        wanted, found = leaves.kinds(template), []
+        valued = {p for p, x in leaves.by_path(template).items() if isinstance(x, jax.Array)}
+        for path, phrase in manifest.differences(saved["leaves"], wanted).items():
+            if path not in wanted:
+                allowed = _any(path, self.partial)
+            elif path not in saved["leaves"]:
+                allowed = path in valued and _any(path, self.partial)
+            else:
+                castable = manifest.castable(saved["leaves"][path], wanted[path])
+                allowed = castable and _any(path, self.cast)
+            if not allowed:
+                found.append(phrase)
+        types = leaves.nodes(template)
+        for path, name in saved.get("nodes", types).items():
+            if path in types and types[path] != name and not _any(path, self.partial):
+                found.append(f"{path or 'the state'}: saved as {name}, wanted {types[path]}")
+        return found
+
+
+def _any(path: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def read_state(
+    handler: ocp.PyTreeCheckpointHandler, path: epath.Path, template: Any, allowed: Allowed
+) -> tuple[Any, dict[str, Any]]:
+    """The state in the step's folder `path`, placed as `template` says, and its manifest.
+
+    Collective. `template` has `jax.ShapeDtypeStruct`s, or arrays where the checkpoint may lack a
+    leaf. Raises DataRefusedError where its leaves differ from the checkpoint's, DamagedError
+    where they are not what was saved.
+    """
+    found = together(lambda: read_manifest(path, template, allowed))
+    saved = found["leaves"]
+    specs = leaves.stored_specs(template)
+    stored = {name: _as_saved(spec, saved[name]) for name, spec in specs.items() if name in saved}
+    arrays = together(lambda: _read_arrays(handler, path, stored, saved))
+    impls = {p: leaf["key_impl"] for p, leaf in saved.items() if "key_impl" in leaf}
+    values = leaves.values(arrays, stored, impls)
+    _verify(path, values, found)
+    return leaves.fitted(template, values), found
+
+
+def _as_saved(spec: jax.ShapeDtypeStruct, saved: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
+    """Digests are of what was saved: a leaf that will be cast is read in its own dtype."""
+    if "key_impl" in saved:
+        return spec
+    return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(saved["dtype"]), sharding=spec.sharding)
+
+
+def read_manifest(path: epath.Path, template: Any, allowed: Allowed) -> dict[str, Any]:
+    """The manifest of the step's folder `path`, if `template` fits it; raises as `read_state`."""
+    try:
+        found = _patiently(partial(manifest.read, path))
+    except (FileNotFoundError, NotADirectoryError, manifest.NotOursError) as error:
+        raise DataRefusedError(f"{path} is not a complete checkpoint") from error
+    if differing := allowed.refused(found, template):
+        raise DataRefusedError(f"checkpoint {path} does not fit this state: {_some(differing)}")
+    return found
+
+
+def _read_arrays(
+    handler: ocp.PyTreeCheckpointHandler,
+    path: epath.Path,
+    specs: Mapping[str, jax.ShapeDtypeStruct],
+    saved: Mapping[str, Any],
+) -> dict[str, jax.Array]:
+    specs = {name: spec for name, spec in specs.items() if spec.size}
+    args = {
+        name: ocp.ArrayRestoreArgs(sharding=spec.sharding, global_shape=spec.shape)
+        for name, spec in specs.items()
+    }
+    some = any(name not in specs and np.prod(leaf["shape"]) for name, leaf in saved.items())
+    read = ocp.args.PyTreeRestore(
+        item=dict.fromkeys(specs, 0) if some else None, restore_args=args, partial_restore=some
+    )
+    try:
+        arrays = _patiently(lambda: handler.restore(path / listing.STATE_ITEM, args=read))
+        arrays = {name: x for name, x in arrays.items() if name in specs} if some else arrays
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise  # the devices, not the data
+    except Exception as error:
+        line = one_line(error)
+        if any(sign in line for sign in _DENIED):
+            raise FailedError(f"checkpoint {path} cannot be read: {line}") from error
+        passing = any(sign in line for sign in _PASSING)
+        raise DamagedError(f"checkpoint {path} cannot be read: {line}", not passing) from error
+    if differing := manifest.differences(leaves.kinds(arrays), leaves.kinds(specs)):
+        raise DamagedError(f"checkpoint {path} is corrupt: {_some(list(differing.values()))}")
+    return arrays
+
+
+def _patiently(read: Any) -> Any:
+    """What `read` returns; trouble that may pass is waited out, a little longer each time."""
+    for trial in range(_TRIES):
+        try:
+            return read()
+        except (MemoryError, jax.errors.JaxRuntimeError, FileNotFoundError, DataRefusedError):
+            raise
+        except Exception as error:
+            line = one_line(error)
+            if trial + 1 == _TRIES or not any(sign in line for sign in _PASSING):
+                raise
+            pause = _FIRST_PAUSE_S * 2**trial
+            log.warning("reading a checkpoint: %s; again in %g s", line, pause)
+            time.sleep(pause)
+    raise AssertionError("unreachable")
+
+
+def _verify(path: epath.Path, state: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise DamagedError naming the leaves that are not what was saved; collective."""
+    words = leaves.words(state)
+    digests = leaf_digests(state, words)
+    bad = [leaf for leaf, digest in digests.items() if digest != found["leaves"][leaf]["digest"]]
+    if bad:
+        raise DamagedError(f"checkpoint {path} is corrupt: digests differ in {_some(bad)}")
+    whole = set(digests) == set(found["leaves"])
+    if whole and state_digest(state, words) != found["state_digest"]:
+        raise DamagedError(f"checkpoint {path} is corrupt: its state digest differs")
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - _NAMED
+    return "; ".join(names[:_NAMED]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def one_line(error: BaseException) -> str:
+    """One line on the error that started a chain; storage puts the reason at the end."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    reason = " ".join(str(error).split()).split(" [tensorstore_spec=")[0]
+    text = f"{type(error).__name__}: {reason}".removesuffix(": ")
+    return text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}"

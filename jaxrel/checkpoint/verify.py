@@ -1,0 +1,33 @@
+"""`jaxrel checkpoint verify`: every digest of every checkpoint, without JAX."""
+
+import contextlib
+from typing import Any
+
+from etils import epath
+
+from jaxrel.checkpoint import listing, marks
+from jaxrel.checkpoint.readback import bad_leaves
+from jaxrel.exit_codes import DataRefusedError
+
+
+def verify(directory: epath.PathLike, step: int | None = None) -> dict[str, Any]:
+    """The document of `jaxrel checkpoint verify --json`, of one step or of all complete ones.
+
+    `bad_leaves` of one whose manifest is damaged is `["(manifest)"]`. What was found is marked
+    where that can be written. Raises DataRefusedError where there is nothing to verify.
+    """
+    entries = [
+        e for e in listing.scan(directory) if e.complete and (step is None or e.step == step)
+    ]
+    if not entries:
+        which = "" if step is None else f" of step {step}"
+        raise DataRefusedError(f"no complete checkpoint{which} in {directory}")
+    rows = []
+    for entry in entries:
+        bad = ["(manifest)"] if entry.state_digest is None else bad_leaves(entry.path)
+        if entry.state_digest is not None:
+            found = {"verified": not bad, "corrupt": f"damaged: {', '.join(bad)}" if bad else None}
+            with contextlib.suppress(OSError):
+                marks.add(entry.path, entry.state_digest, **found)
+        rows.append({"step": entry.step, "ok": not bad, "bad_leaves": bad})
+    return {"ok": all(row["ok"] for row in rows), "checkpoints": rows}

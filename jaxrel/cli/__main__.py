@@ -1,0 +1,5 @@
+"""`python -m jaxrel.cli`."""
+
+from jaxrel.cli import command
+
+command()

@@ -1,0 +1,182 @@
+"""What each subcommand does: one thin function each, which returns an exit code."""
+
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+
+from jaxrel import config_file
+from jaxrel.config import Config
+from jaxrel.exit_codes import ExitCode, UsageError
+
+
+def train(config: Config, make_task: Any = None) -> int:
+    """Train in this process, unsupervised, until the run is finished or told to stop."""
+    from jaxrel.train.run import train as run
+
+    return run(config) if make_task is None else run(config, make_task)
+
+
+def data_build(args: Namespace) -> int:
+    """Turn files and folders of text into an ArrayRecord corpus."""
+    from jaxrel.data.corpus import build
+
+    made = build(args.sources, args.out, tokenizer=args.tokenizer, held_out=args.held_out)
+    print(f"{made.path}: {'made' if made.created else 'was there already, and is the same'}")
+    for name, split in made.corpus.splits.items():
+        print(f"{name}: {split.tokens:,} tokens from {split.files:,} files")
+    for reason, count in made.skipped.items():
+        print(f"left out: {count:,} {reason}")
+    return ExitCode.OK
+
+
+def checkpoint_list(args: Namespace) -> int:
+    """List the checkpoints of a run and say which of them can be restored."""
+    directory = checkpoint_dir(args.run)
+    from jaxrel.checkpoint.listing import list_checkpoints
+
+    document = list_checkpoints(directory)
+    if args.json:
+        print(json.dumps(document))
+        return ExitCode.OK
+    for entry in document["checkpoints"]:
+        trust = "trusted" if entry["trusted"] else ""
+        size = "" if entry["bytes"] is None else f"{entry['bytes']:,} bytes"
+        digest = entry["state_digest"] or "unknown"
+        line = f"step {entry['step']:>8}  {entry['status']:<10}  {digest:<32}  {size}  {trust}"
+        print(line.rstrip())
+    latest = document["latest_restorable"]
+    print("no restorable checkpoint" if latest is None else f"latest restorable: step {latest}")
+    return ExitCode.OK
+
+
+def checkpoint_verify(args: Namespace) -> int:
+    """Read the checkpoints of a run back and prove every digest; what is found is marked.
+
+    Needs no model and no accelerator. Exits 0 if all are right, 1 if one is not.
+    """
+    directory = checkpoint_dir(args.run)
+    from jaxrel.checkpoint.verify import verify
+
+    document = verify(directory, args.step)
+    if args.json:
+        print(json.dumps(document))
+    else:
+        for row in document["checkpoints"]:
+            bad = ", ".join(row["bad_leaves"])
+            told = "every digest is right" if row["ok"] else f"damaged: {bad}"
+            print(f"step {row['step']:>8}  {told}")
+    return ExitCode.OK if document["ok"] else 1
+
+
+def plan_interval(args: Namespace) -> int:
+    """How often to save: the interval that loses least, from what a failure and a save cost."""
+    from jaxrel.plan import interval
+    from jaxrel.plan.quantities import duration
+
+    overlap = None if args.overlap is None else float(args.overlap)
+    mtbf, cost = duration(args.mtbf, "mtbf"), duration(args.cost, "cost")
+    document = interval.document(mtbf, cost, duration(args.restart, "restart"), overlap)
+    print(json.dumps(document, allow_nan=False) if args.json else interval.text(document))
+    return ExitCode.OK
+
+
+def plan_memory(args: Namespace) -> int:
+    """What parameters, gradients and optimizer state take, whole and on each device."""
+    from jaxrel.plan import memory
+    from jaxrel.plan.quantities import count
+
+    document = memory.document(count(args.params, "params"), args.devices, args.gradients)
+    print(json.dumps(document) if args.json else memory.table(document))
+    return ExitCode.OK
+
+
+def launch(args: Namespace, command: Sequence[str]) -> int:
+    """Run a command as a supervised job: watched, and restarted as a whole when it fails."""
+    from jaxrel.supervise.launch import Launch
+    from jaxrel.supervise.launch import launch as run
+
+    values = {name: value for name, value in vars(args).items() if name not in ("dir", "config")}
+    Launch(**values, command=tuple(command), run_dir="." if args.dir is None else args.dir).check()
+    run_dir = _own_run_dir(command) if args.dir is None else args.dir
+    return run(Launch(**values, command=tuple(command), run_dir=run_dir))
+
+
+def agent(args: Namespace) -> int:
+    """Be the agent of one host of a supervised job, under a scheduler of your own."""
+    from jaxrel.supervise.agent import agent as serve
+
+    return serve(args.leader, args.host)
+
+
+def report(args: Namespace) -> int:
+    """Show what happened in a run and where its time went."""
+    from jaxrel.ledger.reader import read
+    from jaxrel.ledger.summary import summarize
+
+    journal = read(args.run)
+    if not journal.records:
+        raise UsageError(f"RUN: got {args.run!r}: its ledger is empty: nothing was recorded yet")
+    summary = summarize(journal)
+    if args.json:
+        print(json.dumps(summary.document, allow_nan=False))
+        return ExitCode.OK
+    from rich.console import Console
+
+    from jaxrel.report.terminal import show as show_report
+
+    show_report(summary, Console(), time.time())
+    return ExitCode.OK
+
+
+def demo(args: Namespace) -> int:
+    """Train on real text, be killed, hang, shrink, grow, and end in the same bits: see it here."""
+    from jaxrel.habits.demo import demo as run
+
+    return run(args.dir)
+
+
+def checkpoint_dir(run: str) -> str:
+    """The checkpoints of a run directory, or `run` itself when it is no run directory."""
+    recorded = Path(run, "config.yaml")
+    if recorded.is_file():
+        config = config_file.load(recorded)
+        return config.checkpoint.dir or str(Path(run, "checkpoints"))
+    if "://" in run:
+        return run
+    if any(Path(run, name).is_dir() for name in ("ledger", "checkpoints")):
+        return str(Path(run, "checkpoints"))
+    from jaxrel.checkpoint.listing import scan
+
+    if not scan(run):
+        raise UsageError(f"RUN: got {run!r}: expected the directory of a run, or of checkpoints")
+    return run
+
+
+def _own_run_dir(command: Sequence[str]) -> str:
+    """The run directory that a command trains in, by its flags or its configuration."""
+    for word, following in zip(reversed(command), ["", *reversed(command)], strict=False):
+        name, equals, value = word.partition("=")
+        if name == "--run.dir" and (value or following):
+            return value if equals else following
+    for before, word in itertools.pairwise(command):
+        if before == "train" and Path(word).suffix in (".yaml", ".yml"):
+            return config_file.load(word).run.dir
+    raise UsageError("--dir: got nothing: expected the run directory; CMD has no --run.dir")
+
+
+BY_NAME = {
+    "data build": data_build,
+    "checkpoint list": checkpoint_list,
+    "checkpoint verify": checkpoint_verify,
+    "plan interval": plan_interval,
+    "plan memory": plan_memory,
+    "report": report,
+    "agent": agent,
+    "demo": demo,
+}
+"""All but `train` and `launch`, which take more than their arguments."""

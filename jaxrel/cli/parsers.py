@@ -1,0 +1,122 @@
+"""The command line's grammar."""
+
+from typing import Any, get_type_hints
+
+from jsonargparse import ArgumentParser, set_parsing_settings
+
+import jaxrel
+from jaxrel.cli import commands as do
+from jaxrel.config import Config
+
+
+def parsers() -> tuple[ArgumentParser, ArgumentParser]:
+    """The parser of the whole command line, and the one of `train` alone."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    top = ArgumentParser(
+        prog="jaxrel",
+        description=jaxrel.__doc__,
+        version=jaxrel.__version__,
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    commands = top.add_subcommands(metavar="COMMAND")
+    training = _add_train(commands)
+    _add_data(commands)
+    _add_checkpoint(commands)
+    _add_plan(commands)
+    reporting = _add(commands, "report", do.report)
+    reporting.add_argument("run", metavar="RUN", help="directory of the run")
+    _json(reporting)
+    _add_supervision(commands)
+    demonstration = _add(commands, "demo", do.demo)
+    demonstration.add_argument("--dir", metavar="DIR", help="a new or empty folder for the runs")
+    return top, training
+
+
+def _add(commands: Any, name: str, act: Any, **options: Any) -> ArgumentParser:
+    """The parser of the subcommand that does `act`, whose docstring is its help."""
+    parser = ArgumentParser(description=act.__doc__, **options)
+    commands.add_subcommand(name, parser, help=act.__doc__.split("\n")[0])
+    return parser
+
+
+def _group(commands: Any, name: str, what: str, members: str) -> Any:
+    """The subcommands below a subcommand."""
+    parser = ArgumentParser(description=f"{what}.")
+    commands.add_subcommand(name, parser, help=f"{what}: {members}.")
+    return parser.add_subcommands(metavar="COMMAND")
+
+
+def _json(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def _add_train(commands: Any) -> ArgumentParser:
+    usage = "jaxrel train CONFIG [--section.key VALUE ...]"
+    training = _add(commands, "train", do.train, usage=usage)
+    training.add_argument("config", metavar="CONFIG", help="YAML file of the values below")
+    for name, section in get_type_hints(Config).items():
+        group = training.add_argument_group(section.__doc__.rstrip("."))
+        group.add_class_arguments(section, nested_key=name, as_group=False)
+    return training
+
+
+def _add_data(commands: Any) -> None:
+    data = _group(commands, "data", "Make corpora", "build")
+    flag = _add(data, "build", do.data_build).add_argument
+    flag("sources", metavar="SOURCE", nargs="+", help="file or folder of text")
+    flag("--out", metavar="DIR", required=True, help="where the corpus goes")
+    flag("--tokenizer", metavar="T", default="bytes", help="bytes, or LIBRARY:NAME")
+    flag("--held-out", metavar="F", type=float, default=0.05, help="share of the files held out")
+
+
+def _add_checkpoint(commands: Any) -> None:
+    checkpoint = _group(commands, "checkpoint", "Look at checkpoints", "list, verify")
+    for name, act in (("list", do.checkpoint_list), ("verify", do.checkpoint_verify)):
+        parser = _add(checkpoint, name, act)
+        where = "directory of the run, or of its checkpoints"
+        parser.add_argument("run", metavar="RUN", help=where)
+        if name == "verify":
+            parser.add_argument("--step", metavar="N", type=int, help="only this one")
+        _json(parser)
+
+
+def _add_plan(commands: Any) -> None:
+    plan = _group(commands, "plan", "Numbers before a run", "interval, memory")
+    interval = _add(plan, "interval", do.plan_interval)
+    flag = interval.add_argument
+    flag("--mtbf", metavar="S", required=True, help="mean time between failures: 3h, 45m, 90")
+    flag("--cost", metavar="S", required=True, help="what a save costs: seconds, or 2m")
+    flag("--restart", metavar="S", default="0", help="from a failure to the next step")
+    flag("--overlap", metavar="W", type=float, help="share of the work that goes on in a save")
+    _json(interval)
+    memory = _add(plan, "memory", do.plan_memory)
+    flag = memory.add_argument
+    flag("--params", metavar="N", required=True, help="parameters: 70B, 1.5M")
+    flag("--devices", metavar="D", type=int, default=1, help="over which all of it is sharded")
+    flag("--gradients", metavar="DTYPE", default="float32", help="float32 or bfloat16")
+    _json(memory)
+
+
+def _add_supervision(commands: Any) -> None:
+    launching = _add(commands, "launch", do.launch, usage="jaxrel launch [FLAGS] -- CMD [WORD ...]")
+    flag = launching.add_argument
+    flag("--backend", metavar="NAME", default="local", help="where: local, this machine")
+    flag("--hosts", metavar="N", type=int, default=1, help="simulated hosts: host0, host1, ...")
+    flag("--processes-per-host", metavar="P", type=int, default=1, help="processes on each")
+    flag("--cpu-devices", metavar="M", type=int, help="CPU devices that each process simulates")
+    flag("--dir", metavar="RUN", help="the run's directory; by default the command's --run.dir")
+    flag("--max-restarts", metavar="K", type=int, default=10, help="restarts after failures")
+    flag(
+        "--max-no-progress", metavar="K", type=int, default=3,
+        help="attempts running without a new step after which the job ends",
+    )  # fmt: skip
+    flag(
+        "--hang-floor", metavar="S", type=float, default=60.0,
+        help="seconds that a step may always take; every other deadline is a multiple",
+    )  # fmt: skip
+    flag("--grace", metavar="S", type=float, default=60.0, help="seconds from SIGTERM to SIGKILL")
+
+    flag = _add(commands, "agent", do.agent).add_argument
+    flag("--leader", metavar="HOST:PORT", required=True, help="where it listens")
+    flag("--host", metavar="NAME", required=True, help="the host's name in the job")
