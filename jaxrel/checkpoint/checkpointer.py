@@ -322,8 +322,8 @@ class Checkpointer:
             state, found = read_state(self._arrays, self._path(step), abstract_state, allowed)
             self._line = step
             return state, found
-        reasons = agreed(self._bad)
-        for step in agreed(self._good):
+        good, reasons = agreed(self._judged)
+        for step in good:
             try:
                 return self.restore(abstract_state, step, cast=cast, partial=partial)
             except DamagedError as error:
@@ -334,14 +334,14 @@ class Checkpointer:
             raise DataRefusedError(listing.none_good(self.directory, told))
         raise DataRefusedError(f"no complete checkpoint in {self.directory}")
 
-    def _good(self) -> list[int]:
-        """Steps that can be restored for all that is known, the newest first."""
-        return [entry.step for entry in reversed(listing.scan(self.directory)) if entry.good]
+    def _judged(self) -> tuple[list[int], dict[str, str]]:
+        """Steps that can be restored for all that is known, the newest first.
 
-    def _bad(self) -> dict[str, str]:
-        """Why, by step, complete checkpoints are known to be damaged."""
-        entries = listing.scan(self.directory)
-        return {str(e.step): e.why for e in entries if e.complete and not e.good}
+        And why, by step, the other complete ones are known to be damaged.
+        """
+        complete = [e for e in reversed(listing.scan(self.directory)) if e.complete]
+        good = [e.step for e in complete if e.good]
+        return good, {str(e.step): e.why for e in complete if not e.good}
 
     def _condemn(self, step: int, error: DamagedError) -> None:
         """Tell of a damaged checkpoint; process 0 marks it where the damage is proven."""

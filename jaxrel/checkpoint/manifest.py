@@ -53,6 +53,8 @@ def read(path: epath.Path) -> dict[str, Any]:
     plain = {name: value for name, value in found.items() if name != "checksum"}
     if found.get("checksum") != _checksum(plain):
         raise DamagedError(f"checkpoint {path}: its manifest is damaged (checksum differs)")
+    if "format" not in found:
+        raise DamagedError(f"checkpoint {path}: in its manifest's place is something else")
     if found["format"] != FORMAT:
         raise DataRefusedError(
             f"checkpoint {path}: format {found['format']}, this version reads format {FORMAT}"

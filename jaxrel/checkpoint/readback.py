@@ -1,5 +1,6 @@
 """Reading a checkpoint back from disk, in pieces, without the model, JAX or an accelerator."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from etils import epath
 from jaxrel.checkpoint import listing, manifest
 from jaxrel.digest_host import as_hex, combine, kind, leaf_words, pieces
 
+_INDEX = "_METADATA"
 _PIECE = 2 << 20
 """Elements that are digested at a time."""
 
@@ -21,8 +23,8 @@ def bad_leaves(path: epath.Path, pause: Pause = lambda count: None) -> list[str]
     """Paths of the leaves at `path`, a step's folder, that are not what was saved.
 
     A leaf that cannot be read is bad; if every leaf is right and the whole's digest is not,
-    that is `(state digest)`. Holds one stored chunk in memory, and a few times `_PIECE`
-    elements. Raises what `manifest.read` raises, and OSError.
+    that is `(state digest)`; `(index)` is Orbax's own list of them. Holds one stored chunk in
+    memory, and a few times `_PIECE` elements. Raises what `manifest.read` raises, and OSError.
     """
     found = manifest.read(path)
     bad, digests = [], {}
@@ -34,6 +36,8 @@ def bad_leaves(path: epath.Path, pause: Pause = lambda count: None) -> list[str]
             continue
         if digests[name] != leaf["digest"]:
             bad.append(name)
+    if not _index_is_sound(path, [n for n, leaf in found["leaves"].items() if _size(leaf)]):
+        bad.append("(index)")
     kinds = {name: kind(leaf["dtype"], leaf["shape"]) for name, leaf in found["leaves"].items()}
     if not bad and combine(kinds, digests) != found["state_digest"]:
         bad.append("(state digest)")
@@ -43,7 +47,7 @@ def bad_leaves(path: epath.Path, pause: Pause = lambda count: None) -> list[str]
 def _words(path: epath.Path, name: str, leaf: dict[str, Any], pause: Pause) -> np.ndarray:
     """The digest of a stored leaf: uint32 [2]."""
     total = np.zeros(2, np.uint32)
-    if not np.prod(leaf["shape"]):
+    if not _size(leaf):
         return total  # a leaf without elements is not stored
     array = _open(path, name)
     shape = tuple(array.shape)
@@ -65,6 +69,31 @@ def _words(path: epath.Path, name: str, leaf: dict[str, Any], pause: Pause) -> n
             total += leaf_words(block[part], start, shape)
             pause(block[part].nbytes)
     return total
+
+
+def _size(leaf: dict[str, Any]) -> int:
+    return int(np.prod(leaf["shape"]))
+
+
+def _index_is_sound(path: epath.Path, names: list[str]) -> bool:
+    """Whether Orbax's file about the arrays names the stored leaves, all in one form.
+
+    It has no checksum, and a restore needs it. What the form is belongs to Orbax's version.
+    """
+    try:
+        index = json.loads((path / listing.STATE_ITEM / _INDEX).read_text())
+        forms = set()
+        for name in names:
+            entry = index["tree_metadata"].pop(str((name,)))
+            (key,) = entry["key_metadata"]
+            value = entry["value_metadata"]
+            if key.pop("key") != name:
+                return False
+            forms.add((*sorted(key.items()), value["value_type"], value["skip_deserialize"]))
+        flags = (index["use_ocdbt"], index["use_zarr3"])
+        return flags == (True, False) and len(forms) <= 1 and not index["tree_metadata"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def _open(path: epath.Path, name: str) -> Any:

@@ -211,6 +211,12 @@ def test_what_is_read_back_and_differs_is_told(tmp_path: Path) -> None:
     assert statuses(tmp_path) == {1: "corrupt"}
 
 
+def test_a_mark_is_not_taken_for_a_manifest(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    shutil.copy(tmp_path / "2" / "jaxrel-marks.json", tmp_path / "2" / "manifest" / "metadata")
+    assert statuses(tmp_path) == {1: "verified", 2: "corrupt"}
+
+
 def test_the_manifest_tells_versions_mesh_and_types(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, states.make(1, states.mesh(4, 2)), metric=2.5)
