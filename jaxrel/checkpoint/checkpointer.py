@@ -337,11 +337,11 @@ class Checkpointer:
     def _judged(self) -> tuple[list[int], dict[str, str]]:
         """Steps that can be restored for all that is known, the newest first.
 
-        And why, by step, the other complete ones are known to be damaged.
+        And why, by step, the others are not.
         """
-        complete = [e for e in reversed(listing.scan(self.directory)) if e.complete]
-        good = [e.step for e in complete if e.good]
-        return good, {str(e.step): e.why for e in complete if not e.good}
+        entries = listing.scan(self.directory)
+        good = [entry.step for entry in reversed(entries) if entry.good]
+        return good, {str(e.step): e.why for e in entries if e.useless}
 
     def _condemn(self, step: int, error: DamagedError) -> None:
         """Tell of a damaged checkpoint; process 0 marks it where the damage is proven."""

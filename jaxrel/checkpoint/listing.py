@@ -39,7 +39,7 @@ class Entry:
     metric: float | None = None
     """What was saved with it; lower is better."""
     why: str = ""
-    """Why it is corrupt."""
+    """Why it is corrupt, or foreign although it has the parts of a checkpoint of jaxrel."""
 
     @property
     def good(self) -> bool:
@@ -50,6 +50,11 @@ class Entry:
     def complete(self) -> bool:
         """Whether it is a checkpoint of this timeline that jaxrel committed, damaged or not."""
         return self.good or self.status == "corrupt"
+
+    @property
+    def useless(self) -> bool:
+        """Whether it may have been a good one: no run may start as if it were not there."""
+        return not self.good and bool(self.why)
 
 
 def scan(directory: epath.PathLike) -> list[Entry]:
@@ -75,10 +80,11 @@ def newest(directory: epath.PathLike) -> int | None:
     Raises DataRefusedError where there are some and none is good: a run must not start from
     nothing as if there were none.
     """
-    complete = [entry for entry in scan(directory) if entry.complete]
-    good = [entry.step for entry in complete if entry.good]
-    if complete and not good:
-        raise DataRefusedError(none_good(directory, {e.step: e.why for e in complete}))
+    entries = scan(directory)
+    good = [entry.step for entry in entries if entry.good]
+    useless = {entry.step: entry.why for entry in entries if entry.useless}
+    if useless and not good:
+        raise DataRefusedError(none_good(directory, useless))
     return max(good, default=None)
 
 
@@ -126,7 +132,9 @@ def _judge(path: epath.Path) -> Entry:
     except DataRefusedError as error:  # of a newer version, whose restore says so
         return Entry(step, path, "committed", why=str(error))
     except manifest.NotOursError:
-        return Entry(step, path, "foreign")
+        # Another program's, or ours with another file in the manifest's place.
+        mixed = (path / STATE_ITEM).is_dir()
+        return Entry(step, path, "foreign", why="its manifest is not jaxrel's" if mixed else "")
     except (FileNotFoundError, NotADirectoryError):
         return _without_manifest(step, path)
     known = marks.read(path, found["state_digest"])

@@ -31,7 +31,7 @@ def test_the_judge_sees_a_silent_wrong_restore(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restoring, "_verify", lambda *_: None)  # as plain Orbax
-    found = [campaign.trial(number, 7, sources, tmp_path) for number in range(EACH)]
+    found = [campaign.trial(number, 7, sources, tmp_path) for number in range(EACH * 2)]
     assert any(o.outcome == "exact" and not o.ok for o in found)
 
 

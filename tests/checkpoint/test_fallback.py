@@ -217,6 +217,17 @@ def test_a_mark_is_not_taken_for_a_manifest(tmp_path: Path) -> None:
     assert statuses(tmp_path) == {1: "verified", 2: "corrupt"}
 
 
+def test_another_files_content_in_the_manifest_never_means_that_nothing_is_there(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, 2)
+    shutil.copy(tmp_path / "2" / "_CHECKPOINT_METADATA", tmp_path / "2" / "manifest" / "metadata")
+    message = r"none of .* is good \(step 2: its manifest is not jaxrel's\)"
+    for ask in (lambda c: c.latest(), lambda c: c.restore(ABSTRACT)):
+        with pytest.raises(DataRefusedError, match=message):
+            ask(Checkpointer(tmp_path))
+
+
 def test_the_manifest_tells_versions_mesh_and_types(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, states.make(1, states.mesh(4, 2)), metric=2.5)
