@@ -168,8 +168,9 @@ class CheckpointConfig:
 
     dir: str | None = None
     """Directory of the checkpoints; None is `checkpoints` inside the run."""
-    interval: int = 20
-    """Steps between checkpoints; the last step is always saved."""
+    interval: int | Literal["auto"] = 20
+    """Steps between checkpoints; the last step is always saved. `auto` plans them from what steps
+    and saves are measured to take and how often the run fails."""
     keep: int = 3
     """Newest good checkpoints kept, at least 2."""
     keep_every: int = 0
@@ -263,7 +264,6 @@ _AT_LEAST = {
     "optimizer.clip_norm": 0,
     "evaluation.every": 0,
     "evaluation.batches": 1,
-    "checkpoint.interval": 1,
     "checkpoint.keep": 2,
     "checkpoint.keep_every": 0,
     "checkpoint.keep_best": 0,
@@ -289,6 +289,8 @@ def _ranges(c: Config) -> Rules:
     fraction = c.optimizer.final_fraction
     yield "optimizer.final_fraction", not 0 <= fraction <= 1, "expected a number in [0, 1]"
     yield "run.seed", not 0 <= c.run.seed < 2**32, "expected a whole number in [0, 2**32)"
+    interval = c.checkpoint.interval
+    yield "checkpoint.interval", interval != "auto" and interval < 1, "expected at least 1, or auto"
     yield "run.dir", not c.run.dir.strip(), "expected the path of a directory"
     yield "checkpoint.dir", c.checkpoint.dir == "", "expected a path, or null for inside the run"
 

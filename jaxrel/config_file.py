@@ -5,13 +5,14 @@ and unknown keys, wrong types, and `null` where a value is needed; what the valu
 together is for `jaxrel.config.check`.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
@@ -181,7 +182,7 @@ def _convert(kind: Any, value: Any) -> Any:
     """`value` as `kind`. Raises TypeError; a whole number will do for a float, nothing else."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (UnionType, Union):  # Union from Python 3.14 on
-        return None if value is None else _convert(args[0], value)
+        return _first(args, value)
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_convert(args[0], item) for item in value)
     if origin is dict and isinstance(value, Mapping):
@@ -195,18 +196,30 @@ def _convert(kind: Any, value: Any) -> Any:
     return value
 
 
+def _first(kinds: tuple[Any, ...], value: Any) -> Any:
+    """`value` as the first of these types that it can be. Raises TypeError."""
+    for kind in kinds:
+        if kind is NoneType and value is None:
+            return None
+        with contextlib.suppress(TypeError):
+            return _convert(kind, value)
+    raise TypeError
+
+
 def describe(kind: Any) -> str:
     """A type in words, as in "expected a whole number"."""
     origin, args = get_origin(kind), get_args(kind)
     plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    plain[NoneType] = "null"
     if origin in (UnionType, Union):  # Union from Python 3.14 on
-        return f"{describe(args[0])} or null"
+        return " or ".join(map(describe, args))
     if origin is Literal:
-        return f"one of {', '.join(args)}"
+        names = ", ".join(args)
+        return f"one of {names}" if len(args) > 1 else names
     if origin is tuple:
-        return "a list of whole numbers"
+        return "a list of text" if args[0] is str else "a list of whole numbers"
     if origin is dict:
-        return f"a mapping from names to {'names' if args[1] is str else 'whole numbers'}"
+        return f"a mapping from names to {'names' if args[-1] is str else 'whole numbers'}"
     return plain[kind]
 
 

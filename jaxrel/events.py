@@ -176,6 +176,25 @@ class CheckpointFailed:
 
 
 @dataclass(frozen=True)
+class IntervalPlanned:
+    """After the save of `step`, the next one is due in `steps`; the rest is why."""
+
+    step: int
+    steps: int
+    decided_by: str
+    """`optimum`, `least` (one write, or one step) or `unmeasured`."""
+    optimal_s: float | None
+    mtbf_s: float
+    step_s: float | None
+    cost_s: float | None
+    write_s: float | None
+    failures: int
+    observed_s: float
+    prior_failures: float
+    prior_s: float
+
+
+@dataclass(frozen=True)
 class CheckpointRefused:
     """The checkpoint of `step` turned out to be damaged, and an older one counts."""
 
@@ -220,7 +239,8 @@ class Unknown:
 Event = (
     JobStarted | AttemptStarted | FailureDetected | GangDead | AttemptEnded | JobEnded
     | WorkerStarted | PhaseBegan | Resumed | StepCompleted | Evaluated | CheckpointSaved
-    | CheckpointFailed | CheckpointRefused | Finished | WorkerFailed | RecordsLost | Unknown
+    | CheckpointFailed | CheckpointRefused | IntervalPlanned | Finished | WorkerFailed
+    | RecordsLost | Unknown
 )  # fmt: skip
 
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}

@@ -98,6 +98,7 @@ class Checkpointer:
         self._orbax = engine.writer(self._arrays, math.ceil(deadline_s), self._temporary_name)
         self._flight: _Flight | None = None
         self._landed: list[Landed] = []
+        self.newest_landed: Landed | None = None
         self._refused: list[tuple[int, str]] = []
         self._line: int | None = None
         """Newest step of the timeline that this one writes; newer ones are of another."""
@@ -197,14 +198,13 @@ class Checkpointer:
                 ) from flight.error
             assert flight.committed is not None
             self._line = flight.step
-            self._landed.append(
-                Landed(
-                    flight.step,
-                    flight.committed - flight.started,
-                    flight.handed_over - flight.started,
-                    flight.state_digest,
-                )
+            self.newest_landed = Landed(
+                flight.step,
+                flight.committed - flight.started,
+                flight.handed_over - flight.started,
+                flight.state_digest,
             )
+            self._landed.append(self.newest_landed)
         elif time.monotonic() - flight.handed_over > self.deadline_s:
             raise SaveFailedError(flight.step, f"is not finished after {self.deadline_s:g} s")
 

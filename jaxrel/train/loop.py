@@ -7,7 +7,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jaxrel.checkpoint.host_random import capture, derive, restore
 from jaxrel.checkpoint.together import from_everyone, together
 from jaxrel.data.pipeline import Feed, check_fingerprint, merge_states
 from jaxrel.exit_codes import DataRefusedError, DivergedError, PreemptedError
+from jaxrel.train.cadence import Cadence
 from jaxrel.train.evaluation import Evaluation
 from jaxrel.train.progress import ProgressLine
 from jaxrel.train.recorder import SUPERVISED, Recorder, Timer
@@ -35,7 +36,7 @@ class Trainer:
     checkpointer: Checkpointer
     progress: ProgressLine
     steps: int
-    interval: int
+    interval: int | Literal["auto"]
     seed: int
     facts: dict[str, Any] = field(default_factory=dict)
     """What never changes in this run and is saved beside the state: JSON."""
@@ -52,6 +53,8 @@ class Trainer:
     """The held-out loss at a cadence."""
     tokens: int | None = None
     """Tokens that one step trains on."""
+    history: tuple[int, float] = (0, 0.0)
+    """Failures of the run before this start and the job time in which they came, for `auto`."""
     learning_rates: np.ndarray | None = None
     """The rate that each update is made with, float32 [steps]."""
 
@@ -64,7 +67,8 @@ class Trainer:
         """
         with self.checkpointer, self.stop, self.progress:
             state, done, digest, position = self._begin()
-            saved, ahead, step = done, None, None
+            saved, ahead, step, begun = done, None, None, done
+            self._cadence = Cadence(self.interval, *self.history, tell=self.recorder.planned)
             while done < self.steps and not self.stop.asked(done):
                 batch = self._next_batch(done, ahead)
                 if batch is None:
@@ -78,7 +82,7 @@ class Trainer:
                     self._complete(done, ahead)  # so that one step is always under way
                 ahead, done = record, done + 1
                 self.recorder.saves(self.checkpointer, self.checkpointer.check)
-                evaluate, save = self._evaluates(done), done % self.interval == 0
+                evaluate, save = self._evaluates(done), self._cadence.due(done, begun)
                 if evaluate or save:  # of a state that is known to be sound
                     self._complete(done, ahead)
                     ahead = None
@@ -185,6 +189,7 @@ class Trainer:
         self.recorder.step(done, loss, norm, learning_rate=rate, tokens=self.tokens, groups=groups)
         self.progress.step(done, loss, norm)
         self.checkpointer.healthy(done)
+        self._cadence.completed()
 
     def _evaluates(self, done: int) -> bool:
         return self.evaluation is not None and (
@@ -226,6 +231,7 @@ class Trainer:
         }
         self.recorder.saves(self.checkpointer, self.checkpointer.wait)
         digest = self.checkpointer.save(done, state, extra=extra, words=record.words, metric=metric)
+        self._cadence.saved(done, self.checkpointer.newest_landed)
         self.recorder.phase("train", done)
         return digest
 

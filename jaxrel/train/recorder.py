@@ -197,6 +197,11 @@ class Recorder:
         for save in checkpointer.landed():
             self.saved(save.step, save.seconds, save.blocking_s, save.state_digest)
 
+    def planned(self, event: Event) -> None:
+        """How many steps there are to the next save, and why."""
+        if self._process == 0:
+            self.write(event)
+
     def finished(self, step: int, digest: str) -> None:
         """The run is complete."""
         self.write(Finished(step, digest))

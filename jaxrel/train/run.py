@@ -19,6 +19,8 @@ from jaxrel.data.corpus import standard_library_corpus
 from jaxrel.data.held_out import HeldOut
 from jaxrel.data.pipeline import Feed, open_feed
 from jaxrel.exit_codes import ExitCode, UsageError
+from jaxrel.ledger.reader import segments
+from jaxrel.ledger.summary import report
 from jaxrel.mesh.build import build_mesh, degrees, refit
 from jaxrel.mesh.compile_cache import use_compile_cache
 from jaxrel.mesh.join import fix_cpu_threads, joined, use_cpu_devices
@@ -139,6 +141,7 @@ def make_trainer(
         progress=progress,
         steps=config.run.steps,
         interval=config.checkpoint.interval,
+        history=_history(config),
         seed=config.run.seed,
         facts={"seed": config.run.seed, **_batch_facts(batch)},
         about={"config": fingerprint(config)},
@@ -148,6 +151,16 @@ def make_trainer(
         recorder=recorder,
         tokens=tokens,
     )
+
+
+def _history(config: Config) -> tuple[int, float]:
+    """Failures so far and the job time in which they came, where the interval follows from them."""
+    if config.checkpoint.interval != "auto" or jax.process_index() != 0:
+        return 0, 0.0
+    if not segments(config.run.dir):
+        return 0, 0.0
+    told = report(config.run.dir)
+    return len(told["failures"]), told["wall_s"] - told["badput_s"]["idle"]
 
 
 def make_evaluation(config: Config, task: Task, step: TrainStep) -> Evaluation | None:
