@@ -22,7 +22,8 @@ from jaxrel.checkpoint import engine, leaves, listing, manifest
 from jaxrel.checkpoint.describe import describe
 from jaxrel.checkpoint.errors import DamagedError, SaveFailedError
 from jaxrel.checkpoint.keeper import Keeper
-from jaxrel.checkpoint.restoring import Allowed, one_line, read_manifest, read_state
+from jaxrel.checkpoint.readback import bad_leaves
+from jaxrel.checkpoint.restoring import Allowed, one_line, read_manifest, read_state, some
 from jaxrel.checkpoint.retention import Retention
 from jaxrel.checkpoint.together import agreed, together
 from jaxrel.exit_codes import DataRefusedError, FailedError, UsageError
@@ -272,6 +273,24 @@ class Checkpointer:
         def ask() -> int | None:
             trusted = [entry.step for entry in listing.scan(self.directory) if entry.trusted]
             return max((s for s in trusted if before is None or s < before), default=None)
+
+        return agreed(ask)
+
+    def proven(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is what was saved, read back now on process 0.
+
+        If not it is marked and told by `refused`, and `latest` is an older one. Every process
+        must call it. Raises FailedError where it cannot be marked.
+        """
+
+        def ask() -> bool:
+            if not (bad := bad_leaves(self._path(step))):
+                return True
+            why = f"checkpoint {self._path(step)} is corrupt: digests differ in {some(bad)}"
+            self._condemn(step, DamagedError(why))
+            if step in self._judged()[0]:
+                raise FailedError(f"{why}; and it cannot be marked")
+            return False
 
         return agreed(ask)
 

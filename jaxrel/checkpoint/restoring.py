@@ -100,7 +100,7 @@ def read_manifest(path: epath.Path, template: Any, allowed: Allowed) -> dict[str
     except (FileNotFoundError, NotADirectoryError, manifest.NotOursError) as error:
         raise DataRefusedError(f"{path} is not a complete checkpoint") from error
     if differing := allowed.refused(found, template):
-        raise DataRefusedError(f"checkpoint {path} does not fit this state: {_some(differing)}")
+        raise DataRefusedError(f"checkpoint {path} does not fit this state: {some(differing)}")
     return found
 
 
@@ -115,13 +115,13 @@ def _read_arrays(
         name: ocp.ArrayRestoreArgs(sharding=spec.sharding, global_shape=spec.shape)
         for name, spec in specs.items()
     }
-    some = any(name not in specs and np.prod(leaf["shape"]) for name, leaf in saved.items())
+    fewer = any(name not in specs and np.prod(leaf["shape"]) for name, leaf in saved.items())
     read = ocp.args.PyTreeRestore(
-        item=dict.fromkeys(specs, 0) if some else None, restore_args=args, partial_restore=some
+        item=dict.fromkeys(specs, 0) if fewer else None, restore_args=args, partial_restore=fewer
     )
     try:
         arrays = _patiently(lambda: handler.restore(path / listing.STATE_ITEM, args=read))
-        arrays = {name: x for name, x in arrays.items() if name in specs} if some else arrays
+        arrays = {name: x for name, x in arrays.items() if name in specs} if fewer else arrays
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise  # the devices, not the data
     except Exception as error:
@@ -131,7 +131,7 @@ def _read_arrays(
         passing = any(sign in line for sign in _PASSING)
         raise DamagedError(f"checkpoint {path} cannot be read: {line}", not passing) from error
     if differing := manifest.differences(leaves.kinds(arrays), leaves.kinds(specs)):
-        raise DamagedError(f"checkpoint {path} is corrupt: {_some(list(differing.values()))}")
+        raise DamagedError(f"checkpoint {path} is corrupt: {some(list(differing.values()))}")
     return arrays
 
 
@@ -158,13 +158,14 @@ def _verify(path: epath.Path, state: Mapping[str, Any], found: Mapping[str, Any]
     digests = leaf_digests(state, words)
     bad = [leaf for leaf, digest in digests.items() if digest != found["leaves"][leaf]["digest"]]
     if bad:
-        raise DamagedError(f"checkpoint {path} is corrupt: digests differ in {_some(bad)}")
+        raise DamagedError(f"checkpoint {path} is corrupt: digests differ in {some(bad)}")
     whole = set(digests) == set(found["leaves"])
     if whole and state_digest(state, words) != found["state_digest"]:
         raise DamagedError(f"checkpoint {path} is corrupt: its state digest differs")
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first names, and how many more there are."""
     rest = len(names) - _NAMED
     return "; ".join(names[:_NAMED]) + (f"; and {rest} more" if rest > 0 else "")
 

@@ -114,6 +114,8 @@ class Run:
         self._recorder.phase("start")
         self._checkpointer = Checkpointer(run_dir / "checkpoints", keep=keep)
         latest = self._checkpointer.latest()
+        while latest is not None and latest >= steps and not self._checkpointer.proven(latest):
+            latest = self._checkpointer.latest()
         if latest is not None:
             self._checkpointer.compare(jax.tree.map(_abstract, self._arrays()), latest)
         self.done = latest or 0

@@ -15,7 +15,9 @@ from etils import epath
 from jaxrel.checkpoint import Checkpointer, listing, manifest, marks
 from jaxrel.cli import main
 from jaxrel.config_file import load
+from jaxrel.events import CheckpointRefused
 from jaxrel.exit_codes import ExitCode
+from jaxrel.ledger.reader import read
 from jaxrel.mesh.build import build_mesh
 from jaxrel.train.run import make_step
 from jaxrel.train.task import reference_task
@@ -74,6 +76,24 @@ def test_more_steps_go_on_and_the_last_one_is_saved(run: Path, compiled: Path) -
     assert [line.split()[1] for line in steps] == ["17/18", "18/18"]
     last = listing.scan(run / "checkpoints")[-1]  # the interval does not divide 18
     assert (last.step, last.state_digest) == (18, final_digest(worker.lines))
+
+
+@pytest.mark.core
+@pytest.mark.slow
+def test_a_finished_run_whose_last_checkpoint_is_damaged_is_finished_again(
+    run: Path, undisturbed: dict[str, Any], compiled: Path
+) -> None:
+    """After marin 8760: the newest that is good is taken, and the rest trained once more."""
+    largest = max((run / "checkpoints/16/state").rglob("d/*"), key=lambda f: f.stat().st_size)
+    flip(largest)
+    worker = Worker(run, {"mesh.cpu_devices": 8}, cache=compiled)
+    assert worker.finish() == 0, worker.lines
+    assert "resumed from step 12" in worker.lines
+    assert final_digest(worker.lines) == undisturbed["final_digest"]
+    refused = [r.event for r in read(run).records if isinstance(r.event, CheckpointRefused)]
+    assert [(event.step, "16 is corrupt" in event.reason) for event in refused] == [(16, True)]
+    entries = {e.step: e.status for e in listing.scan(run / "checkpoints") if e.complete}
+    assert entries[16] == "verified"
 
 
 # Refused
