@@ -26,6 +26,7 @@ from flax import nnx
 
 from jaxrel.checkpoint import Checkpointer
 from jaxrel.checkpoint.host_random import capture, derive, restore
+from jaxrel.checkpoint.shared import check_shared
 from jaxrel.checkpoint.together import from_everyone, together
 from jaxrel.config import Config
 from jaxrel.config_file import with_environment
@@ -181,6 +182,7 @@ class Run:
 
     def _begin(self, latest: int | None, seed: int) -> None:
         together(lambda: claim(self.run_dir) if jax.process_index() == 0 else None)
+        check_shared(self._checkpointer.directory)
         begin_together(self._recorder, self.run_dir)
         dump_on_request(self.run_dir, self._recorder.heartbeat)
         use_compile_cache(self.run_dir / "compiled")

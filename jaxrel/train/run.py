@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxrel.checkpoint import Checkpointer
+from jaxrel.checkpoint.shared import check_shared
 from jaxrel.checkpoint.together import together
 from jaxrel.config import BatchConfig, Config, check, fingerprint
 from jaxrel.data.corpus import standard_library_corpus
@@ -90,6 +91,7 @@ def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Reco
             )
             return
         together(lambda: _begin_run(config, resolved))
+        check_shared(config.checkpoint_dir())
         begin_together(recorder, config.run.dir)
         use_compile_cache(config.run.compiled or f"{config.run.dir}/compiled")
         if task.schedule is not None:

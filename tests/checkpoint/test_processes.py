@@ -147,6 +147,18 @@ def test_a_refusal_is_every_processs(job: tuple[Path, list[dict[str, Any]]]) -> 
     assert "Input/output error" in second["one_fails"]
 
 
+def test_processes_that_see_different_folders_are_named(
+    job: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    """After google/orbax 999: in seconds, and nothing is left behind."""
+    for index, report in enumerate(job[1]):
+        assert report["unshared"].startswith(
+            f"64 checkpoint.dir: got '{job[0]}/own{index}': process"
+        )
+        assert "processes 1 do not see what process 0 wrote" in report["unshared"]
+    assert list(job[0].rglob(".jaxrel-probe*")) == []
+
+
 def test_each_process_writes_its_share(job: tuple[Path, list[dict[str, Any]]]) -> None:
     """Of replicated leaves too."""
     state = states.make(3, states.mesh(4, 2), WIDTH)

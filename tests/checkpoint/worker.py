@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrel.checkpoint import Checkpointer, host_random
+from jaxrel.checkpoint.shared import check_shared
 from jaxrel.exit_codes import JaxrelError
 from tests.checkpoint import states
 
@@ -134,6 +135,8 @@ def rank(index: str, port: str, directory: str) -> None:
             other.save(1, {"x": jnp.arange(2.0**16, device=whole), "y": state["step"]})
         theirs = Checkpointer(root / "theirs")
         restored, _ = theirs.restore(states.abstract(mesh, WIDTH))
+        check_shared(root / "ours")
+        report["unshared"] = refusal(check_shared, root / f"own{index}")
         report["theirs_equal"] = local_bits(restored) == local_bits(states.make(9, mesh, WIDTH))
     say(**report)
     jax.distributed.shutdown()
