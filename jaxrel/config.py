@@ -191,6 +191,18 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ChaosConfig:
+    """Faults on purpose, to see that a run survives them; by default none."""
+
+    raise_at_step: int | None = None
+    """Raise an exception instead of this update, from 1."""
+    exit_at_step: int | None = None
+    """Leave at once instead of this update."""
+    fail_writes_at_step: int | None = None
+    """From this update on no file can be written, as on a full disk."""
+
+
+@dataclass(frozen=True)
 class Config:
     """A training run."""
 
@@ -203,6 +215,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    chaos: ChaosConfig = field(default_factory=ChaosConfig)
 
     def checkpoint_dir(self) -> str:
         """Where the checkpoints are, with the default filled in."""
@@ -286,6 +299,8 @@ def _ranges(c: Config) -> Rules:
         yield key, not 0 < _lookup(c, key) < math.inf, "expected a finite number above 0"
     for key in _SHARES:
         yield key, not 0 <= _lookup(c, key) < 1, "expected a number in [0, 1)"
+    for name, step in asdict(c.chaos).items():
+        yield f"chaos.{name}", step is not None and step < 1, "expected at least 1, or null"
     fraction = c.optimizer.final_fraction
     yield "optimizer.final_fraction", not 0 <= fraction <= 1, "expected a number in [0, 1]"
     yield "run.seed", not 0 <= c.run.seed < 2**32, "expected a whole number in [0, 2**32)"

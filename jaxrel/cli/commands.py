@@ -133,6 +133,19 @@ def report(args: Namespace) -> int:
     return ExitCode.OK
 
 
+def drill(args: Namespace) -> int:
+    """Interrupt and resize a run of your configuration on purpose; does it end in the same bits?
+
+    Exits 0 only if every loss and the last checkpoint agree with an undisturbed run's.
+    """
+    from jaxrel.habits.drill import Drill
+    from jaxrel.habits.drill import drill as run
+
+    return run(
+        Drill(args.config, args.kills, args.kinds, args.resize, args.seed, args.dir, args.json)
+    )
+
+
 def demo(args: Namespace) -> int:
     """Train on real text, be killed, hang, shrink, grow, and end in the same bits: see it here."""
     from jaxrel.habits.demo import demo as run
@@ -178,5 +191,6 @@ BY_NAME = {
     "report": report,
     "agent": agent,
     "demo": demo,
+    "drill": drill,
 }
 """All but `train` and `launch`, which take more than their arguments."""

@@ -6,12 +6,12 @@ import re
 from jaxrel import config_file
 from jaxrel.config import show
 
-COMMANDS = ("train", "data", "checkpoint", "plan", "report", "launch", "agent", "demo")
+COMMANDS = ("train", "data", "checkpoint", "plan", "report", "launch", "agent", "demo", "drill")
 _FLAGS = (
     "--out", "--tokenizer", "--held-out", "--json", "--backend", "--hosts", "--processes-per-host",
     "--cpu-devices", "--dir", "--max-restarts", "--max-no-progress", "--hang-floor", "--grace",
     "--leader", "--host", "--step", "--mtbf", "--cost", "--restart", "--overlap", "--params",
-    "--devices", "--gradients",
+    "--devices", "--gradients", "--kills", "--kinds", "--resize", "--seed",
 )  # fmt: skip
 """Of all subcommands but `train`."""
 

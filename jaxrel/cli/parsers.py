@@ -30,6 +30,7 @@ def parsers() -> tuple[ArgumentParser, ArgumentParser]:
     _add_supervision(commands)
     demonstration = _add(commands, "demo", do.demo)
     demonstration.add_argument("--dir", metavar="DIR", help="a new or empty folder for the runs")
+    _add_drill(commands)
     return top, training
 
 
@@ -96,6 +97,21 @@ def _add_plan(commands: Any) -> None:
     flag("--devices", metavar="D", type=int, default=1, help="over which all of it is sharded")
     flag("--gradients", metavar="DTYPE", default="float32", help="float32 or bfloat16")
     _json(memory)
+
+
+def _add_drill(commands: Any) -> None:
+    drilling = _add(commands, "drill", do.drill)
+    flag = drilling.add_argument
+    flag("config", metavar="CONFIG", help="YAML file, as of `jaxrel train`")
+    flag("--kills", metavar="N", type=int, default=4, help="interruptions")
+    flag(
+        "--kinds", metavar="KIND,...", default="kill,term,stop,exception",
+        help="of which kinds: kill, term, stop, exception",
+    )  # fmt: skip
+    flag("--resize", metavar="D,...", default="", help="CPU devices of the attempts in turn: 8,4,2")
+    flag("--seed", metavar="S", type=int, default=0, help="of the moments")
+    flag("--dir", metavar="DIR", help="a new or empty folder for the runs")
+    _json(drilling)
 
 
 def _add_supervision(commands: Any) -> None:

@@ -5,7 +5,7 @@ Everything that can be refused is refused before anything is compiled or written
 
 import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from jaxrel.checkpoint import Checkpointer
 from jaxrel.checkpoint.shared import check_shared
 from jaxrel.checkpoint.together import together
-from jaxrel.config import BatchConfig, Config, check, fingerprint
+from jaxrel.config import BatchConfig, ChaosConfig, Config, check, fingerprint
 from jaxrel.data.corpus import standard_library_corpus
 from jaxrel.data.held_out import HeldOut
 from jaxrel.data.pipeline import Feed, open_feed
@@ -94,6 +94,10 @@ def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Reco
         check_shared(config.checkpoint_dir())
         begin_together(recorder, config.run.dir)
         use_compile_cache(config.run.compiled or f"{config.run.dir}/compiled")
+        if config.chaos != ChaosConfig():
+            from jaxrel.chaos import install
+
+            install(trainer, **asdict(config.chaos))
         if task.schedule is not None:
             rates = jax.jit(jax.vmap(task.schedule))(np.arange(config.run.steps))
             trainer.learning_rates = np.asarray(rates)
