@@ -192,7 +192,7 @@ def test_a_wrong_configuration_is_one_line_and_leaves_nothing(
         ("data build x", "out: got nothing: it is required; see --help"),
         ("data build x --out", "out: got nothing: expected one argument"),
         ("data build x --ot y", "--ot: got 'y': unknown flag; did you mean --out?"),
-        ("data build x --nonsense", "--nonsense: got nothing: unknown flag; see --help"),
+        ("data build x --xyzzy", "--xyzzy: got nothing: unknown flag; see --help"),
         ("data build x --out y --held-out z", "held_out: got 'z': expected a number"),
         ("checkpoint list", "run: got nothing: it is required; see --help"),
         (
