@@ -77,15 +77,6 @@ def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
-def plain(step: int, on: Mesh) -> dict[str, jax.Array]:
-    """A state of a few megabytes and few leaves, quick to make and slow to write."""
-    rng = np.random.default_rng(step)
-    split, whole = NamedSharding(on, PartitionSpec("data")), NamedSharding(on, PartitionSpec())
-    leaves = {f"w{i}": rng.standard_normal((64, 4096), dtype=np.float32) for i in range(6)}
-    placed = {name: _put(leaf, split) for name, leaf in leaves.items()}
-    return placed | {"step": _put(np.int32(step), whole)}
-
-
 def abstract(on: Mesh, width: int = 16) -> Any:
     host = host_state(0, width)
     return jax.tree.map(

@@ -1,4 +1,4 @@
-"""Real processes: killed, out of space, interrupted, and two that save together."""
+"""Real processes: out of space, interrupted, and two that save together."""
 
 import json
 import os
@@ -36,40 +36,6 @@ def finish(process: subprocess.Popen[str]) -> tuple[list[dict[str, Any]], str]:
     """What it said, and its standard error."""
     out, err = process.communicate(timeout=120)
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")], err
-
-
-def test_a_kill_in_a_save_leaves_a_good_checkpoint(tmp_path: Path) -> None:
-    """Several kills of one run; what was complete before each of them still is."""
-    mesh, trials = states.mesh(2, 2), 5
-    process = start("killed", tmp_path, trials, 1)
-    assert process.stdin is not None and process.stdout is not None
-    interrupted = step = 0
-    try:
-        for _ in range(trials):
-            line = process.stdout.readline()
-            assert line, process.communicate()[1]
-            complete = json.loads(line)["complete"]
-            step = Checkpointer(tmp_path).latest() or 0
-            assert step >= complete
-            if step:
-                expected = states.plain(step, mesh)
-                abstract = jax.tree.map(
-                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), expected
-                )
-                restored, _ = Checkpointer(tmp_path).restore(abstract)
-                assert states.bits(restored) == states.bits(expected)
-            interrupted += any(e.status == "incomplete" for e in listing.scan(tmp_path))
-            process.stdin.write("\n")
-            process.stdin.flush()
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.communicate()
-    assert step > 1
-    assert interrupted > 0  # or the kills never hit a save
-    with Checkpointer(tmp_path, keep=2) as checkpointer:
-        checkpointer.save(step + 1, states.plain(step + 1, mesh))
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.core

@@ -27,45 +27,6 @@ def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-def resume(directory: str) -> None:
-    """Save every step after the newest, for ever; say which are on their way and complete."""
-    jax.config.update("jax_num_cpu_devices", 4)
-    mesh = states.mesh(2, 2)
-    with Checkpointer(directory, keep=2) as checkpointer:
-        newest = checkpointer.latest() or 0
-        for step in range(newest + 1, 10**6):
-            checkpointer.save(step, states.plain(step, mesh))
-            say(saving=step, complete=checkpointer.latest() or 0)
-
-
-def killed(directory: str, trials: str, seed: str) -> None:
-    """Fork that many children that run `resume`; kill each at a random moment of its saves.
-
-    A fork of a process that has imported JAX, but not started it, spares the imports.
-    """
-    rng = random.Random(int(seed))
-    for _ in range(int(trials)):
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.dup2(writer, 1)
-            try:
-                resume(directory)
-            finally:
-                os._exit(1)
-        os.close(writer)
-        with os.fdopen(reader) as lines:
-            complete = json.loads(lines.readline())["complete"]  # compiled: in its first save
-            time.sleep(rng.uniform(0, 0.4))
-            os.kill(child, signal.SIGKILL)
-            for line in lines:
-                complete = json.loads(line)["complete"]
-        _, status = os.waitpid(child, 0)
-        assert os.WTERMSIG(status) == signal.SIGKILL, status
-        say(complete=complete)
-        sys.stdin.readline()  # until the test has looked at what was left
-
-
 def limited(directory: str) -> None:
     """A save that cannot be written: files may not grow beyond a size."""
     state = {"x": jnp.ones(100_000)}
@@ -166,5 +127,5 @@ def local_bits(tree: Any) -> list[bytes]:
 
 
 if __name__ == "__main__":
-    modes = {f.__name__: f for f in (resume, killed, limited, interrupted, rank)}
+    modes = {f.__name__: f for f in (limited, interrupted, rank)}
     modes[sys.argv[1]](*sys.argv[2:])
