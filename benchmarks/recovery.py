@@ -48,7 +48,7 @@ ABLATIONS = {
         "launch.Policy = partial(launch.Policy, settle_s=0.0, dump_s=0.0)"
     ),
     "restore not verified": Arm(
-        worker="from jaxrel.checkpoint import checkpointer\ncheckpointer._verify = lambda *_: None"
+        worker="from jaxrel.checkpoint import restoring\nrestoring._verify = lambda *_: None"
     ),
     "step without a digest": Arm(
         worker="from benchmarks.ablations import _no_digest\n"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrel.digest import dtype_name, leaf_paths, tree_words
+from jaxrel.digest import dtype_name, leaf_paths, sharded_tree_words, tree_words
 from jaxrel.exit_codes import UsageError
 
 
@@ -80,8 +80,17 @@ def words(tree: Any) -> np.ndarray:
     """
     leaves = jax.tree.leaves(tree)
     mesh = mesh_of(leaves)
+    shardings = [leaf.sharding for leaf in leaves]
     with jax.set_mesh(mesh):  # an ambient mesh of other devices would refuse these arrays
+        if all(isinstance(s, NamedSharding) and s.mesh == mesh for s in shardings):
+            return np.asarray(_words_of_shards(mesh, tuple(s.spec for s in shardings))(leaves))
         return np.asarray(_words_on(NamedSharding(mesh, PartitionSpec()))(leaves))
+
+
+@lru_cache(maxsize=8)
+def _words_of_shards(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
+    """With one collective for all leaves, where the compiler would make one for each."""
+    return jax.jit(lambda leaves: sharded_tree_words(leaves, list(specs), mesh)[0])
 
 
 @lru_cache(maxsize=8)
