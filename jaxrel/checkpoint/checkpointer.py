@@ -10,7 +10,6 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,6 +20,7 @@ from etils import epath
 from jaxrel.checkpoint import engine, leaves, listing, manifest
 from jaxrel.checkpoint.describe import describe
 from jaxrel.checkpoint.errors import DamagedError, SaveFailedError
+from jaxrel.checkpoint.flight import Flight, Landed
 from jaxrel.checkpoint.keeper import Keeper
 from jaxrel.checkpoint.readback import bad_leaves
 from jaxrel.checkpoint.restoring import Allowed, one_line, read_manifest, read_state, some
@@ -29,31 +29,6 @@ from jaxrel.checkpoint.together import agreed, together
 from jaxrel.exit_codes import DataRefusedError, FailedError, UsageError
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Landed:
-    """A save that is complete on disk."""
-
-    step: int
-    seconds: float
-    """From the call of `save` to the commit."""
-    blocking_s: float
-    """Of that, what `save` itself took."""
-    state_digest: str
-
-
-@dataclass
-class _Flight:
-    """A save on its way to disk."""
-
-    step: int
-    thread: threading.Thread
-    state_digest: str
-    started: float
-    handed_over: float = field(default_factory=time.monotonic)
-    committed: float | None = None
-    error: BaseException | None = None
 
 
 class Checkpointer:
@@ -97,7 +72,7 @@ class Checkpointer:
         self.deadline_s = deadline_s
         self._arrays = engine.array_handler()
         self._orbax = engine.writer(self._arrays, math.ceil(deadline_s), self._temporary_name)
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._landed: list[Landed] = []
         self.newest_landed: Landed | None = None
         self._refused: list[tuple[int, str]] = []
@@ -178,7 +153,7 @@ class Checkpointer:
         except OSError as error:
             raise SaveFailedError(step, f"failed: {error}") from error
         thread = threading.Thread(target=self._land, name="checkpoint", daemon=True)
-        self._flight = _Flight(step, thread, description["state_digest"], started)
+        self._flight = Flight(step, thread, description["state_digest"], started)
         thread.start()
         return description["state_digest"]
 

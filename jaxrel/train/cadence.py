@@ -7,7 +7,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Literal
 
-from jaxrel.checkpoint.checkpointer import Landed
+from jaxrel.checkpoint.flight import Landed
 from jaxrel.checkpoint.together import agreed
 from jaxrel.events import Event, IntervalPlanned
 from jaxrel.plan.auto_interval import plan_interval

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxrel.checkpoint.checkpointer import Landed
+from jaxrel.checkpoint.flight import Landed
 from jaxrel.events import IntervalPlanned
 from jaxrel.plan.interval import optimum
 from jaxrel.train.cadence import Cadence

@@ -1,0 +1,30 @@
+"""A save from its call to its commit."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A save that is complete on disk."""
+
+    step: int
+    seconds: float
+    """From the call of `save` to the commit."""
+    blocking_s: float
+    """Of that, what `save` itself took."""
+    state_digest: str
+
+
+@dataclass
+class Flight:
+    """A save on its way to disk."""
+
+    step: int
+    thread: threading.Thread
+    state_digest: str
+    started: float
+    handed_over: float = field(default_factory=time.monotonic)
+    committed: float | None = None
+    error: BaseException | None = None
