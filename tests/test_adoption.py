@@ -252,3 +252,9 @@ def test_a_loop_of_several_processes_joins_and_is_made_good(tmp_path: Path) -> N
     assert [(a["devices"], a["processes"]) for a in report["attempts"]] == [(4, 2), (4, 2)]
     assert report["attempts"][1]["resumed_from"] in (4, 8)
     assert report["badput_s"]["unknown"] < 0.5
+
+
+def test_a_process_that_did_not_join_its_job_is_told_so(tmp_path: Path) -> None:
+    launch = [*JAXREL, "launch", "--hosts", "2", "--dir", "run", "--", sys.executable, "-c"]
+    printed = finish([*launch, FAILING.replace("EVENT", "pass")], tmp_path, 64)
+    assert "attach: this is one of 2 processes of a job and has not joined it" in printed

@@ -61,12 +61,16 @@ print(code, sorted(heavy))
     [
         ("absent", "jaxrel: RUN: got '{}': expected the directory of a run\n"),
         (".", "jaxrel: RUN: got '{}': it has no ledger: no run was recorded here\n"),
+        ("empty", "jaxrel: RUN: got '{}': its ledger is empty: nothing was recorded yet\n"),
+        ("x" * 300, "jaxrel: RUN: got '{}': expected the directory of a run\n"),
     ],
 )
 def test_what_is_no_run_is_one_line_and_64(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
 ) -> None:
     path = tmp_path / name
+    (tmp_path / "empty" / "ledger").mkdir(parents=True)
+    write_segment(tmp_path / "empty", "a", [])
     for flags in ([], ["--json"]):
         assert main(["report", str(path), *flags]) == 64
         assert capsys.readouterr() == ("", message.format(path))

@@ -18,6 +18,12 @@ from jaxrel.supervise.launch import Launch
         ("--dir R -- no-such-command 1", "CMD: got 'no-such-command': there is no such command"),
         ("-- sleep 1", "--dir: got nothing: expected the run directory; CMD has no --run.dir"),
         ("--hosts 0 --dir R -- sleep 1", "--hosts: got 0: expected at least 1"),
+        (
+            "--hosts 100000 --dir R -- sleep 1",
+            "--hosts: got 100000: expected at most 512 processes",
+        ),
+        ("--dir= -- sleep 1", "--dir: got '': expected the run's directory"),
+        (f"--dir {'x' * 300} -- sleep 1", "cannot be written: File name too long"),
         ("--hosts two --dir R -- sleep 1", "hosts: got 'two': expected a number"),
         ("--processes-per-host 0 --dir R -- sleep 1", "--processes-per-host: got 0: expected at"),
         ("--cpu-devices 0 --dir R -- sleep 1", "--cpu-devices: got 0: expected at least 1"),
@@ -68,6 +74,12 @@ def test_where_the_run_is(
     assert asked.run_dir == run_dir
     assert asked.command == tuple(argv[argv.index("--") + 1 :])
     assert (asked.hosts, asked.processes_per_host, asked.hang_floor) == (3, 1, 60.0)
+
+
+def test_a_file_that_is_not_executable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (script := tmp_path / "f.sh").write_text("true")
+    assert main(["launch", "--dir", str(tmp_path / "R"), "--", str(script)]) == 64
+    assert f"CMD: got '{script}': it is not executable" in capsys.readouterr().err
 
 
 def test_a_number_in_words_and_a_command_with_two_dashes(

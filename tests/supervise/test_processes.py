@@ -166,6 +166,34 @@ def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
     assert "SIGTERM, then SIGHUP): ranks 0, 1 had to be killed" in done.reason
 
 
+def test_who_asks_twice_by_ctrl_c_gets_130(tmp_path: Path) -> None:
+    plan = worker(steps=10_000, rank=-1, faults=["ignores_sigterm"])
+    with Launched(tmp_path / "run", plan, *PAIR) as launched:
+        launched.wait_for("step 5")
+        for _ in range(2):
+            launched.process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        assert launched.finish(10).code == 130
+
+
+@pytest.mark.core
+def test_a_second_launch_is_refused_and_leaves_the_first_ones_record_alone(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    with Launched(run, worker(steps=60), *TWO) as launched:
+        launched.wait_for("step 3")
+        before = sorted([*run.glob("ledger/*"), *run.glob("logs/*")])
+        command = [sys.executable, "-m", "jaxrel", "launch", "--dir", str(run), "--", "true"]
+        second = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        assert second.returncode == 64
+        assert f"--dir: got '{run}': another launch is supervising a job there" in second.stderr
+        assert sorted([*run.glob("ledger/*"), *run.glob("logs/*")]) == before != []
+        done = launched.finish(60)
+    assert done.code == 0, done.text
+    assert len(done.of(JobStarted)) == 1
+
+
 @pytest.mark.core
 def test_nothing_outlives_a_leader_that_is_killed(tmp_path: Path) -> None:
     """The agents see it, and end the workers and their children."""

@@ -68,6 +68,9 @@ def cause(*ranks: Rank, speaks: bool = True) -> Cause:
         # Out of memory, by the text.
         ([rank(0, "failed", code=70, error="XlaRuntimeError: RESOURCE_EXHAUSTED: 17G")], "oom", 0,
          ()),
+        # A disk that is full says so too, and is no lack of memory.
+        ([rank(0, "failed", code=70, error="SaveFailedError: the save of step 5 failed:"
+               " RESOURCE_EXHAUSTED: No space left on device")], "storage", 0, ()),
         # It says that it failed, and does not leave.
         ([rank(0, "failed", error="KeyError: 7", silent=11.0), rank(1)], "exception", 0, (1,)),
         # Finished ranks are no followers.
