@@ -90,6 +90,26 @@ def check_run(run_dir: str | Path, config: Config) -> None:
             )
 
 
+def changes(run_dir: str | Path, config: Config) -> list[str]:
+    """What the run is trained with from now on and was not at its last start, a phrase each.
+
+    Of values that may change: the optimizer's, the data's and `run.steps`. Reads only.
+    """
+    path = Path(run_dir, "config.yaml")
+    try:
+        before = parse(path.read_text(encoding="utf-8"), str(path))
+    except FileNotFoundError:
+        return []
+    now, found = dataclasses.asdict(config), []
+    for section in ("run", "optimizer", "data"):
+        for name, value in now[section].items():
+            old = (before.get(section) or {}).get(name, value)
+            old = tuple(old) if isinstance(value, tuple) else old
+            if old != value and (section, name) not in (("run", "dir"), ("run", "compiled")):
+                found.append(f"{section}.{name} {show(old)} -> {show(value)}")
+    return found
+
+
 def write_run_files(run_dir: str | Path, config: Config, record: Mapping[str, Any]) -> None:
     """Write `config.yaml` and `provenance.json` into `run_dir`, each at once or not at all.
 

@@ -2,6 +2,7 @@ import json
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,13 @@ from jaxrel import provenance as module
 from jaxrel.config import Config
 from jaxrel.config_file import from_dict, load
 from jaxrel.exit_codes import DataRefusedError, UsageError
-from jaxrel.provenance import check_run, provenance, write_atomically, write_run_files
+from jaxrel.provenance import (
+    changes,
+    check_run,
+    provenance,
+    write_atomically,
+    write_run_files,
+)
 
 pytestmark = pytest.mark.core
 DEVICES = [SimpleNamespace(device_kind="cpu", process_index=i // 2) for i in range(4)]
@@ -173,6 +180,25 @@ def test_what_may_change_is_written(tmp_path: Path) -> None:
         "fsdp": 1,
         "tensor": 1,
     }
+
+
+def test_what_changed_is_told(tmp_path: Path) -> None:
+    config = Config()
+    assert changes(tmp_path, config) == []
+    write_run_files(tmp_path, config, provenance(config, ["jaxrel"], DEVICES))
+    assert changes(tmp_path, config) == []
+    other = replace(
+        config,
+        run=replace(config.run, steps=70, dir="elsewhere"),
+        optimizer=replace(config.optimizer, learning_rate=1.0),
+        data=replace(config.data, skip=(3,)),
+        mesh=replace(config.mesh, data=4),
+    )
+    assert changes(tmp_path, other) == [
+        "run.steps 60 -> 70",
+        "optimizer.learning_rate 0.001 -> 1.0",
+        "data.skip () -> (3,)",
+    ]
 
 
 def test_a_key_that_is_newer_than_the_run_is_no_change(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from jaxrel.ledger.summary import report
 from jaxrel.mesh.build import build_mesh, degrees, refit
 from jaxrel.mesh.compile_cache import use_compile_cache
 from jaxrel.mesh.join import fix_cpu_threads, joined, use_cpu_devices
-from jaxrel.provenance import check_run, provenance, write_run_files
+from jaxrel.provenance import changes, check_run, provenance, write_run_files
 from jaxrel.run_lock import claim
 from jaxrel.train.evaluation import Evaluation, make_row_losses
 from jaxrel.train.loop import Trainer
@@ -90,6 +90,8 @@ def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Reco
                 f"already complete: step {latest} is saved, run.steps is {config.run.steps}"
             )
             return
+        if latest is not None and (changed := changes(config.run.dir, config)):
+            trainer.progress.note(f"changed since the last start: {'; '.join(changed)}")
         together(lambda: _begin_run(config, resolved))
         check_shared(config.checkpoint_dir())
         begin_together(recorder, config.run.dir)

@@ -71,7 +71,8 @@ def test_a_finished_run_says_so_and_changes_nothing(run: Path, train: Command) -
 def test_more_steps_go_on_and_the_last_one_is_saved(run: Path, compiled: Path) -> None:
     worker = Worker(run, {"run.steps": 18, "mesh.cpu_devices": 8}, cache=compiled)
     assert worker.finish() == 0, worker.lines
-    assert worker.lines[0] == "resumed from step 16"
+    assert worker.lines[0] == "changed since the last start: run.steps 16 -> 18"
+    assert worker.lines[1] == "resumed from step 16"
     steps = [line for line in worker.lines if line.startswith("step ")]
     assert [line.split()[1] for line in steps] == ["17/18", "18/18"]
     last = listing.scan(run / "checkpoints")[-1]  # the interval does not divide 18
