@@ -80,8 +80,6 @@ class Launched:
                 stdout=subprocess.DEVNULL,
                 stderr=output,
                 start_new_session=True,
-                # Tests started by `nohup` inherit an ignored SIGHUP, which the leader honours.
-                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
             )
 
     def __enter__(self) -> "Launched":
