@@ -167,7 +167,7 @@ class Ours:
         return thread is not None and thread.is_alive()
 
     def close(self) -> None:
-        self.checkpointer._keeper.close(patient=False)  # the next arm must not wait for a reading
+        self.checkpointer._keeper.close()  # the next arm must not wait for a reading
         self.checkpointer.close()
 
 

@@ -277,7 +277,6 @@ _AT_LEAST = {
     "optimizer.clip_norm": 0,
     "evaluation.every": 0,
     "evaluation.batches": 1,
-    "checkpoint.keep": 2,
     "checkpoint.keep_every": 0,
     "checkpoint.keep_best": 0,
     "checkpoint.verify_mb_s": 0,
@@ -306,6 +305,8 @@ def _ranges(c: Config) -> Rules:
     yield "run.seed", not 0 <= c.run.seed < 2**32, "expected a whole number in [0, 2**32)"
     interval = c.checkpoint.interval
     yield "checkpoint.interval", interval != "auto" and interval < 1, "expected at least 1, or auto"
+    reason = "expected at least 2, so that there is an older one when the newest is damaged"
+    yield "checkpoint.keep", c.checkpoint.keep < 2, reason
     yield "run.dir", not c.run.dir.strip(), "expected the path of a directory"
     yield "checkpoint.dir", c.checkpoint.dir == "", "expected a path, or null for inside the run"
 

@@ -48,29 +48,30 @@ def supervised(run_dir: str | Path) -> Iterator[None]:
 
     Raises UsageError when another leader is there, or when it cannot be made.
     """
-    path, descriptor, made = Path(run_dir), None, False
+    path = Path(run_dir)
+    where = f"--dir: got {str(run_dir)!r}"
     try:
         made = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        assert descriptor is not None
-        os.close(descriptor)
-        raise UsageError(
-            f"--dir: got {str(run_dir)!r}: another launch is supervising a job there; wait for it,"
-            " or choose another directory"
-        ) from None
     except OSError as error:
-        if descriptor is None:
-            raise UsageError(
-                f"--dir: got {str(run_dir)!r}: cannot be written: {error.strerror}"
-            ) from None
-        # A file system without locks is not guarded.
+        raise UsageError(f"{where}: cannot be written: {error.strerror}") from None
     try:
+        with contextlib.suppress(OSError):  # a file system without locks is not guarded
+            _lock(descriptor, where)
         yield
     finally:
         os.close(descriptor)
         if made:
             with contextlib.suppress(OSError):  # something was recorded
                 path.rmdir()
+
+
+def _lock(descriptor: int, where: str) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(
+            f"{where}: another launch is supervising a job there; wait for it, or choose another"
+            " directory"
+        ) from None

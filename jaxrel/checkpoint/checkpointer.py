@@ -19,11 +19,11 @@ from etils import epath
 
 from jaxrel.checkpoint import engine, leaves, listing, manifest
 from jaxrel.checkpoint.describe import describe
-from jaxrel.checkpoint.errors import DamagedError, SaveFailedError
+from jaxrel.checkpoint.errors import DamagedError, SaveFailedError, some
 from jaxrel.checkpoint.flight import Flight, Landed
-from jaxrel.checkpoint.keeper import Keeper
+from jaxrel.checkpoint.keeper import Keeper, delete
 from jaxrel.checkpoint.readback import bad_leaves
-from jaxrel.checkpoint.restoring import Allowed, one_line, read_manifest, read_state, some
+from jaxrel.checkpoint.restoring import Allowed, one_line, read_manifest, read_state
 from jaxrel.checkpoint.retention import Retention
 from jaxrel.checkpoint.together import agreed, together
 from jaxrel.exit_codes import DataRefusedError, FailedError, UsageError
@@ -75,6 +75,7 @@ class Checkpointer:
         self._flight: Flight | None = None
         self._landed: list[Landed] = []
         self.newest_landed: Landed | None = None
+        """The newest save that this one is known to have completed."""
         self._refused: list[tuple[int, str]] = []
         self._line: int | None = None
         """Newest step of the timeline that this one writes; newer ones are of another."""
@@ -91,7 +92,7 @@ class Checkpointer:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            self._close(patient=error is None)
+            self.close() if error is None else self._leave()
         except Exception as failure:
             if error is None:
                 raise
@@ -209,8 +210,7 @@ class Checkpointer:
 
     def refused(self) -> list[tuple[int, str]]:
         """Step and reason of the checkpoints found damaged since this was called last."""
-        found = [*self._refused, *self._keeper.refused()]
-        self._refused = []
+        found, self._refused = [*self._refused, *self._keeper.refused()], []
         return found
 
     def healthy(self, step: int) -> None:
@@ -218,25 +218,50 @@ class Checkpointer:
         self._keeper.healthy = step
 
     def close(self) -> None:
-        """Join the save in flight, as `wait`, and release Orbax's threads."""
-        self._close(patient=True)
+        """`settle`, and release all threads."""
+        try:
+            self.settle()
+        finally:
+            self._leave()
 
-    def _close(self, patient: bool) -> None:
+    def settle(self) -> None:
+        """Join the save in flight, as `wait`, and the reading back of what is complete.
+
+        For the end of a run; it waits a minute for the reading at most. Raises FailedError if
+        the newest turned out damaged: a run must not end well on it.
+        """
+        self.wait()
+        self._keeper.settle()
+        newest = self.newest_landed and self.newest_landed.step
+        for entry in listing.scan(self.directory):
+            if entry.step == newest and entry.status == "corrupt":
+                raise FailedError(f"{entry.why}; start again to go on from the one before")
+
+    def _leave(self) -> None:
         try:
             self.wait()
         finally:
-            self._keeper.close(patient)
+            self._keeper.close()
             if self._flight is None:
                 self._orbax.close()
 
-    def latest(self) -> int | None:
+    def latest(self, *, proven_from: int | None = None) -> int | None:
         """Step of the newest good checkpoint on disk, read anew; None if there is none at all.
 
-        Every process must call it; process 0's answer holds for all. Raises DataRefusedError if
-        there are some and all are known to be damaged.
+        From the step `proven_from` on, where a run is complete, it is read back before it is
+        called good. Every process must call it; process 0's answer holds for all. Raises
+        DataRefusedError if there are some and all are known to be damaged, FailedError where a
+        damaged one cannot be marked.
         """
         self.check()
-        return agreed(lambda: listing.newest(self.directory))
+
+        def ask() -> int | None:
+            while True:
+                step = listing.newest(self.directory)
+                if step is None or proven_from is None or step < proven_from or self._sound(step):
+                    return step
+
+        return agreed(ask)
 
     def latest_trusted(self, before: int | None = None) -> int | None:
         """Step of the newest trusted checkpoint, older than the step `before`; None if none is.
@@ -248,24 +273,6 @@ class Checkpointer:
         def ask() -> int | None:
             trusted = [entry.step for entry in listing.scan(self.directory) if entry.trusted]
             return max((s for s in trusted if before is None or s < before), default=None)
-
-        return agreed(ask)
-
-    def proven(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is what was saved, read back now on process 0.
-
-        If not it is marked and told by `refused`, and `latest` is an older one. Every process
-        must call it. Raises FailedError where it cannot be marked.
-        """
-
-        def ask() -> bool:
-            if not (bad := bad_leaves(self._path(step))):
-                return True
-            why = f"checkpoint {self._path(step)} is corrupt: digests differ in {some(bad)}"
-            self._condemn(step, DamagedError(why))
-            if step in self._judged()[0]:
-                raise FailedError(f"{why}; and it cannot be marked")
-            return False
 
         return agreed(ask)
 
@@ -337,6 +344,18 @@ class Checkpointer:
         good = [entry.step for entry in reversed(entries) if entry.good]
         return good, {str(e.step): e.why for e in entries if e.useless}
 
+    def _sound(self, step: int) -> bool:
+        """Whether a checkpoint is what was saved, read back now; else it is condemned."""
+        if not (bad := bad_leaves(self._path(step))):
+            return True
+        error = DamagedError(
+            f"checkpoint {self._path(step)} is corrupt: digests differ in {some(bad)}"
+        )
+        self._condemn(step, error)
+        if step in self._judged()[0]:
+            raise FailedError(f"{error}; and it cannot be marked")
+        return False
+
     def _condemn(self, step: int, error: DamagedError) -> None:
         """Tell of a damaged checkpoint; process 0 marks it where the damage is proven."""
         log.error("%s; an older checkpoint is tried", error)
@@ -362,7 +381,8 @@ class Checkpointer:
         refusal = f"step {step} cannot be saved"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            complete = [e for e in listing.scan(self.directory) if e.complete]
+            entries = listing.scan(self.directory)
+            complete = [e for e in entries if e.complete]
             if self._line is None:
                 newest = max((e.step for e in complete), default=-1)
             else:
@@ -376,7 +396,9 @@ class Checkpointer:
                     " jaxrel; move it away"
                 )
             self._keeper.set_aside(left)
-            self._keeper.sweep()
+            for entry in entries:
+                if listing.TMP_SUFFIX in entry.path.name:  # of a save that never ended
+                    delete(entry.path)
         except OSError as error:
             raise FailedError(f"{refusal}: {error}") from error
 

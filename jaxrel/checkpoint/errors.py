@@ -2,6 +2,9 @@
 
 from jaxrel.exit_codes import DataRefusedError, FailedError
 
+_NAMED = 8
+"""Leaves that an error message names before it counts the rest."""
+
 
 class SaveFailedError(FailedError):
     """A save that failed or is overdue; `step` says which."""
@@ -20,3 +23,9 @@ class DamagedError(DataRefusedError):
     def __init__(self, message: str, proven: bool = True) -> None:
         super().__init__(message)
         self.proven = proven
+
+
+def some(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    rest = len(names) - _NAMED
+    return "; ".join(names[:_NAMED]) + (f"; and {rest} more" if rest > 0 else "")

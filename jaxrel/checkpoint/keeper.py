@@ -8,24 +8,27 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from etils import epath
 
 from jaxrel.checkpoint import listing, marks
+from jaxrel.checkpoint.errors import some
 from jaxrel.checkpoint.readback import bad_leaves
 from jaxrel.checkpoint.retention import Retention
 from jaxrel.exit_codes import JaxrelError
 
-_CLOSING_S = 30.0
-"""Longest that the end of a run waits for its last checkpoint to be read back."""
+_SETTLING_S = 30.0
+"""Longest that the end of a run waits, twice at most, for checkpoints to be read back."""
 _LOOK_S = 0.2
 
 log = logging.getLogger(__name__)
 
 
 class _GivenUpError(Exception):
-    """The checkpointer is closed, or a newer checkpoint is there to be read back."""
+    """The checkpointer is closed."""
 
 
 class Keeper:
@@ -40,48 +43,41 @@ class Keeper:
         self._retention = retention
         self._bytes_per_s = verify_mb_s * 1e6
         self._trust_after = trust_after
-        self._refused: list[tuple[int, str]] = []
+        self._refused: deque[tuple[int, str]] = deque()  # its reader is another thread
         self._reading: threading.Thread | None = None
-        self._give_up = threading.Event()
+        self._give_up, self._hurry = threading.Event(), threading.Event()
 
     def landed(self) -> None:
         """A checkpoint is complete: others may go, and it is read back."""
-        self._trust()
-        self._retain()
+        self._retain(self._trust(listing.scan(self.directory)))
         self._read_back()
 
-    def _read_back(self) -> None:
-        if self._bytes_per_s and (self._reading is None or not self._reading.is_alive()):
-            self._reading = threading.Thread(target=self._verify, name="verify", daemon=True)
-            self._reading.start()
+    def settle(self) -> None:
+        """Let the reading come to its end, at full speed, if that is near; then judge anew."""
+        if self._reading is None:
+            return
+        self._hurry.set()
+        self._reading.join(_SETTLING_S)
+        self._read_back()  # what landed just before it ended
+        self._reading.join(_SETTLING_S)
+        self._hurry.clear()
+        self._trust(listing.scan(self.directory))
 
     def refused(self) -> list[tuple[int, str]]:
         """Step and reason of what was found damaged since this was called last."""
-        found, self._refused = self._refused, []
-        return found
+        return [self._refused.popleft() for _ in range(len(self._refused))]
 
-    def close(self, patient: bool) -> None:
-        """Stop the reading; `patient` lets it come to its end if that is near."""
-        if self._reading is None:
-            return
-        if patient:
-            self._bytes_per_s = float("inf")
-            self._reading.join(_CLOSING_S)
-            self._read_back()  # what landed just before it ended
-            self._reading.join(_CLOSING_S)
-            self._trust()
+    def close(self) -> None:
+        """Stop the reading."""
         self._give_up.set()
-        self._reading.join(1.0)
+        if self._reading is not None:
+            self._reading.join(1.0)
 
     def mark(self, step: int, **found: object) -> None:
         """Put on disk what was found out about a step."""
-        entries = [e for e in listing.scan(self.directory) if e.step == step and e.complete]
-        for entry in entries:
-            if entry.state_digest is not None:  # else its own manifest tells enough
-                try:
-                    marks.add(entry.path, entry.state_digest, **found)
-                except OSError as error:
-                    log.warning("%s could not be marked: %s", entry.path, error)
+        for entry in listing.scan(self.directory):
+            if entry.step == step and entry.complete:
+                _mark(entry, **found)
 
     def set_aside(self, entries: Sequence[listing.Entry]) -> None:
         """Take steps of another timeline out of the way. Raises OSError."""
@@ -90,26 +86,31 @@ class Keeper:
             entry.path.rename(entry.path.with_name(name))
             log.warning("step %d of a timeline that was left is set aside as %s", entry.step, name)
 
-    def sweep(self) -> None:
-        """Delete what saves that never ended left behind."""
-        for entry in listing.scan(self.directory):
-            if listing.TMP_SUFFIX in entry.path.name:
-                _delete(entry.path)
+    def _read_back(self) -> None:
+        idle = self._reading is None or not self._reading.is_alive()
+        if idle and self._bytes_per_s and not self._give_up.is_set():
+            self._reading = threading.Thread(target=self._verify, name="verify", daemon=True)
+            self._reading.start()
 
-    def _retain(self) -> None:
+    def _retain(self, entries: Sequence[listing.Entry]) -> None:
         """Delete what may go, each made incomplete in one stroke first."""
         try:
-            for entry in self._retention.doomed(listing.scan(self.directory)):
+            for entry in self._retention.doomed(entries):
                 doomed = entry.path.with_name(f"{entry.path.name}{listing.TMP_SUFFIX}-old")
-                _delete(entry.path.rename(doomed))
+                delete(entry.path.rename(doomed))
         except OSError as error:
             log.warning("old checkpoints in %s stay: %s", self.directory, error)
 
-    def _trust(self) -> None:
-        for entry in listing.scan(self.directory):
+    def _trust(self, entries: Sequence[listing.Entry]) -> list[listing.Entry]:
+        """The entries, those marked that have become trusted."""
+        found = []
+        for entry in entries:
             old_enough = entry.step + self._trust_after <= self.healthy
             if entry.status == "verified" and old_enough and not entry.trusted:
-                self.mark(entry.step, trusted=True)
+                _mark(entry, trusted=True)
+                entry = replace(entry, trusted=True)
+            found.append(entry)
+        return found
 
     def _verify(self) -> None:
         """Read back what nobody has, the newest first; runs in a daemon thread."""
@@ -134,10 +135,12 @@ class Keeper:
             nonlocal count
             count += read
             while not self._give_up.is_set():
+                if self._hurry.is_set():
+                    return
                 ahead_s = began + count / self._bytes_per_s - time.monotonic()
                 if ahead_s <= 0:
                     return
-                self._give_up.wait(min(ahead_s, _LOOK_S))  # the pace may have changed
+                self._give_up.wait(min(ahead_s, _LOOK_S))
             raise _GivenUpError
 
         try:
@@ -147,7 +150,7 @@ class Keeper:
                 log.warning("checkpoint %s could not be read back: %s", path, error)
             return
         if bad and path.exists():
-            why = f"checkpoint {path} is corrupt: read back, digests differ in {', '.join(bad)}"
+            why = f"checkpoint {path} is corrupt: read back, digests differ in {some(bad)}"
             log.error("%s", why)
             self.mark(step, corrupt=why)
             self._refused.append((step, why))
@@ -155,7 +158,15 @@ class Keeper:
             self.mark(step, verified=True)
 
 
-def _delete(path: epath.Path) -> None:
+def _mark(entry: listing.Entry, **found: object) -> None:
+    if entry.state_digest is not None:  # else its own manifest tells enough
+        try:
+            marks.add(entry.path, entry.state_digest, **found)
+        except OSError as error:
+            log.warning("%s could not be marked: %s", entry.path, error)
+
+
+def delete(path: epath.Path) -> None:
     """Remove a folder; a failure is only logged, for the checkpoints that count are safe."""
     try:
         path.rmtree()

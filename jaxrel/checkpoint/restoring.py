@@ -15,13 +15,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxrel.checkpoint import leaves, listing, manifest
-from jaxrel.checkpoint.errors import DamagedError
+from jaxrel.checkpoint.errors import DamagedError, some
 from jaxrel.checkpoint.together import together
 from jaxrel.digest import leaf_digests, state_digest
 from jaxrel.exit_codes import DataRefusedError, FailedError
 
-_NAMED = 8
-"""Leaves that an error message names before it counts the rest."""
 _PASSING = ("Input/output error", "Stale file handle", "Connection timed out", "UNAVAILABLE",
             "temporarily unavailable", "DEADLINE_EXCEEDED", "ABORTED")  # fmt: skip
 """In messages of storage whose trouble may pass."""
@@ -162,12 +160,6 @@ def _verify(path: epath.Path, state: Mapping[str, Any], found: Mapping[str, Any]
     whole = set(digests) == set(found["leaves"])
     if whole and state_digest(state, words) != found["state_digest"]:
         raise DamagedError(f"checkpoint {path} is corrupt: its state digest differs")
-
-
-def some(names: list[str]) -> str:
-    """The first names, and how many more there are."""
-    rest = len(names) - _NAMED
-    return "; ".join(names[:_NAMED]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def one_line(error: BaseException) -> str:

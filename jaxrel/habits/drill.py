@@ -310,7 +310,7 @@ def _saves(folder: Path) -> set[str]:
 
 
 def _step_of(name: str) -> int:
-    return int(name.removesuffix(name.lstrip("0123456789")))
+    return int(name.partition(".")[0])
 
 
 def _usual(run: Path) -> dict[str, float]:

@@ -114,9 +114,10 @@ class Run:
             )
         self._recorder.phase("start")
         self._checkpointer = Checkpointer(run_dir / "checkpoints", keep=keep)
-        latest = self._checkpointer.latest()
-        while latest is not None and latest >= steps and not self._checkpointer.proven(latest):
-            latest = self._checkpointer.latest()
+        try:
+            latest = self._checkpointer.latest(proven_from=steps)
+        finally:
+            self._recorder.refused(self._checkpointer)
         if latest is not None:
             self._checkpointer.compare(jax.tree.map(_abstract, self._arrays()), latest)
         self.done = latest or 0
@@ -151,6 +152,7 @@ class Run:
                 self._recorder.saves(self._checkpointer, self._checkpointer.wait)
                 what = f"step {self.done} is saved" if self.done else "no step was complete"
                 raise PreemptedError(f"asked to stop: {what}; start again to go on")
+            self._recorder.saves(self._checkpointer, lambda: together(self._checkpointer.settle))
             self._recorder.phase("stop", self.done)
             self._recorder.finished(self.done, self._digest)
         atexit.register(self._recorder.done)

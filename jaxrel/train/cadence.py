@@ -21,6 +21,7 @@ class Cadence:
 
     Args:
         interval: Steps between saves, or `auto`.
+        since: Completed steps at this start.
         failures: Of the run before this start, and
         observed_s: the job time in which they came; process 0's count.
         tell: Takes the plans, for the record.
@@ -30,12 +31,14 @@ class Cadence:
     def __init__(
         self,
         interval: int | Literal["auto"],
+        since: int = 0,
         failures: int = 0,
         observed_s: float = 0.0,
         tell: Callable[[Event], None] = lambda event: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._every = None if interval == "auto" else interval
+        self._since = since
         self._failures, self._observed_s = failures, observed_s
         self._tell, self._clock = tell, clock
         self._began = clock()
@@ -50,12 +53,12 @@ class Cadence:
             self._durations.append(now - self._last)
         self._last = now
 
-    def due(self, done: int, since: int) -> bool:
-        """Whether to save after `done` steps, when the attempt began after `since`."""
+    def due(self, done: int) -> bool:
+        """Whether to save after `done` steps. Every process asks after every step."""
         if self._every is not None:
             return done % self._every == 0
         if self._next is None:
-            self._next = since + self._plan(since, None)
+            self._next = self._since + self._plan(self._since, None)
         return done >= self._next
 
     def saved(self, done: int, landed: Landed | None) -> None:

@@ -57,6 +57,7 @@ class Trainer:
     """Failures of the run before this start and the job time in which they came, for `auto`."""
     learning_rates: np.ndarray | None = None
     """The rate that each update is made with, float32 [steps]."""
+    _cadence: Cadence = field(init=False)
 
     def run(self) -> str:
         """Train to the last step and save it. Returns the final state digest.
@@ -67,8 +68,9 @@ class Trainer:
         """
         with self.checkpointer, self.stop, self.progress:
             state, done, digest, position = self._begin()
-            saved, ahead, step, begun = done, None, None, done
-            self._cadence = Cadence(self.interval, *self.history, tell=self.recorder.planned)
+            saved, ahead, step = done, None, None
+            tell = self.recorder.planned
+            self._cadence = Cadence(self.interval, done, *self.history, tell=tell)
             while done < self.steps and not self.stop.asked(done):
                 batch = self._next_batch(done, ahead)
                 if batch is None:
@@ -82,7 +84,7 @@ class Trainer:
                     self._complete(done, ahead)  # so that one step is always under way
                 ahead, done = record, done + 1
                 self.recorder.saves(self.checkpointer, self.checkpointer.check)
-                evaluate, save = self._evaluates(done), self._cadence.due(done, begun)
+                evaluate, save = self._evaluates(done), self._cadence.due(done)
                 if evaluate or save:  # of a state that is known to be sound
                     self._complete(done, ahead)
                     ahead = None
@@ -95,20 +97,25 @@ class Trainer:
                 digest, saved = self._save(done, state, record, position), done
             self.recorder.phase("checkpoint", done)
             self.recorder.saves(self.checkpointer, self.checkpointer.wait)
-            self.recorder.phase("stop", done)
             if done < self.steps:
+                self.recorder.phase("stop", done)
                 what = f"step {saved} is saved" if saved else "no step was complete"
                 raise PreemptedError(f"asked to stop: {what}; start again to go on")
+            self.recorder.saves(self.checkpointer, lambda: together(self.checkpointer.settle))
+            self.recorder.phase("stop", done)
             self.recorder.finished(done, digest)
             return digest
 
     def check_resume(self) -> int | None:
-        """The step that `run` goes on from, None in a new run. Changes nothing on disk.
+        """The step that `run` goes on from, None in a new run. Writes nothing but marks of damage.
 
         Raises DataRefusedError when the newest checkpoint is of a run with other facts or
         other data, or lacks what exact resumption needs.
         """
-        step = self.checkpointer.latest()
+        try:
+            step = self.checkpointer.latest(proven_from=self.steps)
+        finally:
+            self.recorder.refused(self.checkpointer)
         if step is not None:
             together(lambda: self._check(step, self._read_extra(step)))
             if not self.partial:
@@ -131,7 +138,7 @@ class Trainer:
     def _begin(self) -> tuple[TrainState, int, str, dict[str, Any]]:
         """The state to go on from, its completed steps, digest and data position."""
         self.recorder.phase("restore")
-        latest, degrees = self.check_resume(), dict(self.step.layout.mesh.shape)
+        latest, degrees = self.checkpointer.latest(), dict(self.step.layout.mesh.shape)
         if latest is None:
             if os.environ.get(SUPERVISED, "1") != "1":
                 self.progress.note("no checkpoint yet: from step 0")
@@ -141,7 +148,7 @@ class Trainer:
         else:
             state, found = self._restore()
             latest, extra, digest = found["step"], found["extra"], found["state_digest"]
-            self._check(latest, extra)
+            together(lambda: self._check(found["step"], extra))
             position = extra["position"]
             self.feed.start(latest, position)
             how = restore(extra["host_random"], seed=self.seed, step=latest)

@@ -188,12 +188,13 @@ class Recorder:
 
     def saves(self, checkpointer: Checkpointer, look: Callable[[], None]) -> None:
         """Put on record what `look`, its `check` or `wait`, finds complete or failed."""
-        self.refused(checkpointer)
         try:
             look()
         except SaveFailedError as error:
             self.write(CheckpointFailed(error.step, str(error)))
             raise
+        finally:
+            self.refused(checkpointer)
         for save in checkpointer.landed():
             self.saved(save.step, save.seconds, save.blocking_s, save.state_digest)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrel.checkpoint import Checkpointer
 from jaxrel.checkpoint.shared import check_shared
-from jaxrel.checkpoint.together import together
+from jaxrel.checkpoint.together import agreed, together
 from jaxrel.config import BatchConfig, ChaosConfig, Config, check, fingerprint
 from jaxrel.data.corpus import standard_library_corpus
 from jaxrel.data.held_out import HeldOut
@@ -82,10 +82,7 @@ def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Reco
         trainer = make_trainer(config, step, feed, checkpointer, stop, recorder)
         trainer.evaluation = make_evaluation(config, task, step)
         latest = trainer.check_resume()
-        while latest is not None and latest >= config.run.steps:
-            if not checkpointer.proven(latest):
-                latest = trainer.check_resume()
-                continue
+        if latest is not None and latest >= config.run.steps:
             trainer.progress.note(
                 f"already complete: step {latest} is saved, run.steps is {config.run.steps}"
             )
@@ -166,12 +163,17 @@ def make_trainer(
 
 def _history(config: Config) -> tuple[int, float]:
     """Failures so far and the job time in which they came, where the interval follows from them."""
-    if config.checkpoint.interval != "auto" or jax.process_index() != 0:
+    if config.checkpoint.interval != "auto":
         return 0, 0.0
-    if not segments(config.run.dir):
-        return 0, 0.0
-    told = report(config.run.dir)
-    return len(told["failures"]), told["wall_s"] - told["badput_s"]["idle"]
+
+    def ask() -> tuple[int, float]:
+        if not segments(config.run.dir):
+            return 0, 0.0
+        told = report(config.run.dir)
+        return len(told["failures"]), told["wall_s"] - told["badput_s"]["idle"]
+
+    failures, observed_s = agreed(ask)
+    return failures, observed_s
 
 
 def make_evaluation(config: Config, task: Task, step: TrainStep) -> Evaluation | None:

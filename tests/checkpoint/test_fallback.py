@@ -190,7 +190,7 @@ def test_committed_verified_trusted(tmp_path: Path) -> None:
         for step in (10, 20, 30):
             checkpointer.save(step, states.make(step, states.mesh(4, 2)))
             checkpointer.wait()
-            checkpointer._keeper._reading.join()  # type: ignore[union-attr]
+            checkpointer.settle()
             checkpointer.healthy(step + 5)
         assert checkpointer.latest_trusted() == 10
         checkpointer.save(40, states.make(40, states.mesh(4, 2)))
@@ -203,10 +203,12 @@ def test_committed_verified_trusted(tmp_path: Path) -> None:
 
 
 def test_what_is_read_back_and_differs_is_told(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, verify_mb_s=1e-9) as checkpointer:  # waits after the first piece
-        checkpointer.save(1, states.make(1, states.mesh(4, 2)))
-        checkpointer.wait()
-        damage(tmp_path, 1)
+    checkpointer = Checkpointer(tmp_path, verify_mb_s=1e-9)  # waits after the first piece
+    checkpointer.save(1, states.make(1, states.mesh(4, 2)))
+    checkpointer.wait()
+    damage(tmp_path, 1)
+    with pytest.raises(FailedError, match="/1 is corrupt: read back.*; start again"):
+        checkpointer.close()
     assert [step for step, _ in checkpointer.refused()] == [1]
     assert statuses(tmp_path) == {1: "corrupt"}
 

@@ -24,7 +24,7 @@ def run(cadence: Cadence, clock: Clock, steps: int, step_s: float, save: Landed)
     for done in range(1, steps + 1):
         clock.now += step_s
         cadence.completed()
-        if cadence.due(done, 0):
+        if cadence.due(done):
             saved.append(done)
             cadence.saved(done, landed)
             landed = save
@@ -37,8 +37,8 @@ def auto(clock: Clock, told: list[Any], **history: Any) -> Cadence:
 
 
 def test_a_number_of_steps_is_counted_from_zero_whatever_was_resumed() -> None:
-    cadence = Cadence(5)
-    assert [done for done in range(8, 21) if cadence.due(done, 7)] == [10, 15, 20]
+    cadence = Cadence(5, since=7)
+    assert [done for done in range(8, 21) if cadence.due(done)] == [10, 15, 20]
 
 
 def test_auto_learns_what_a_save_costs_and_follows_theory() -> None:
