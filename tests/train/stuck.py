@@ -1,4 +1,4 @@
-"""A pipeline like the corpus's that gets stuck at one position until a file is there."""
+"""A pipeline like the corpus's, slow at every position or stuck at one until a file is there."""
 
 import os
 import time
@@ -22,8 +22,11 @@ def batches(
     )
 
     def wait(position: int, leaves: dict[str, Any]) -> dict[str, Any]:
-        if shard == 3 and position == POSITION and not os.path.exists(os.environ["STUCK_UNTIL"]):
-            time.sleep(600)
+        if shard == 3:
+            time.sleep(float(os.environ.get("SLOW_S", "0")))
+            gate = os.environ.get("STUCK_UNTIL")
+            if gate and position == POSITION and not os.path.exists(gate):
+                time.sleep(600)
         return leaves
 
     return make(shard).map_with_index(wait)

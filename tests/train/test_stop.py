@@ -89,10 +89,15 @@ def test_two_processes_stop_at_the_same_step(
 ) -> None:
     """Asked one of them, then both; what is left is done by one process on 8 devices."""
     run, saved = tmp_path / "run", 0
+    flags = {"data.pipeline": "tests.train.stuck:batches"}
+    slow = {"SLOW_S": "0.5"}  # JAX's agreement takes time, not steps: the run is not to end first
     for asked in ((1,), (0, 1)):
         coordinator = f"127.0.0.1:{free_port()}"
         job = {"mesh.cpu_devices": 4, "job.coordinator": coordinator, "job.num_processes": 2}
-        workers = [Worker(run, {**job, "job.process_id": i}, cache=compiled) for i in range(2)]
+        workers = [
+            Worker(run, {**flags, **job, "job.process_id": i}, cache=compiled, environment=slow)
+            for i in range(2)
+        ]
         workers[0].wait_for(rf"^step {saved + 2}/")
         for process in asked:
             workers[process].process.terminate()
@@ -100,7 +105,7 @@ def test_two_processes_stop_at_the_same_step(
         assert first == second >= saved + 2
         saved = first
 
-    alone = Worker(run, {"mesh.cpu_devices": 8}, cache=compiled)
+    alone = Worker(run, {**flags, "mesh.cpu_devices": 8}, cache=compiled)
     assert alone.finish() == 0
     assert f"resumed from step {saved}" in alone.lines[0]
     assert final_digest(alone.lines) == undisturbed["final_digest"]
