@@ -171,6 +171,11 @@ class CheckpointConfig:
     interval: int | Literal["auto"] = 20
     """Steps between checkpoints; the last step is always saved. `auto` plans them from what steps
     and saves are measured to take and how often the run fails."""
+    local_dir: str | None = None
+    """A directory on a RAM disk or NVMe of each host (`/dev/shm/jaxrel`), for checkpoints between
+    the durable ones; `{host}` in it stands for the host's name."""
+    local_interval: int | Literal["auto"] = "auto"
+    """Steps between local checkpoints, with `local_dir`; `auto` plans them too."""
     keep: int = 3
     """Newest good checkpoints kept, at least 2."""
     keep_every: int = 0
@@ -303,8 +308,12 @@ def _ranges(c: Config) -> Rules:
     fraction = c.optimizer.final_fraction
     yield "optimizer.final_fraction", not 0 <= fraction <= 1, "expected a number in [0, 1]"
     yield "run.seed", not 0 <= c.run.seed < 2**32, "expected a whole number in [0, 2**32)"
-    interval = c.checkpoint.interval
-    yield "checkpoint.interval", interval != "auto" and interval < 1, "expected at least 1, or auto"
+    for name in ("interval", "local_interval"):
+        interval = getattr(c.checkpoint, name)
+        wrong = interval != "auto" and interval < 1
+        yield f"checkpoint.{name}", wrong, "expected at least 1, or auto"
+    local = c.checkpoint.local_dir
+    yield "checkpoint.local_dir", local == "", "expected a path, or null for no local checkpoints"
     reason = "expected at least 2, so that there is an older one when the newest is damaged"
     yield "checkpoint.keep", c.checkpoint.keep < 2, reason
     yield "run.dir", not c.run.dir.strip(), "expected the path of a directory"

@@ -168,6 +168,16 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True)
+class LocalSaved:
+    """The local checkpoint of `step` is complete on this process's host."""
+
+    step: int
+    seconds: float
+    blocking_s: float
+    state_digest: str
+
+
+@dataclass(frozen=True)
 class CheckpointFailed:
     """The save of `step` failed."""
 
@@ -192,6 +202,9 @@ class IntervalPlanned:
     observed_s: float
     prior_failures: float
     prior_s: float
+    share: float = 1.0
+    """Of the failures, those that these saves are for: with two tiers each has its own."""
+    tier: str = "durable"
 
 
 @dataclass(frozen=True)
@@ -239,7 +252,7 @@ class Unknown:
 Event = (
     JobStarted | AttemptStarted | FailureDetected | GangDead | AttemptEnded | JobEnded
     | WorkerStarted | PhaseBegan | Resumed | StepCompleted | Evaluated | CheckpointSaved
-    | CheckpointFailed | CheckpointRefused | IntervalPlanned | Finished | WorkerFailed
+    | LocalSaved | CheckpointFailed | CheckpointRefused | IntervalPlanned | Finished | WorkerFailed
     | RecordsLost | Unknown
 )  # fmt: skip
 

@@ -291,8 +291,8 @@ def test_data_build_makes_a_corpus_and_counts(
 
 
 def listing(latest: int | None) -> dict[str, Any]:
-    entry = {"step": 20, "tier": "run", "bytes": 1234567, "status": "committed"}
-    lost = {"step": 40, "tier": "run", "bytes": None, "status": "incomplete", "trusted": None}
+    entry = {"step": 20, "tier": "durable", "bytes": 1234567, "status": "committed"}
+    lost = {"step": 40, "tier": "durable", "bytes": None, "status": "incomplete", "trusted": None}
     return {
         "latest_restorable": latest,
         "checkpoints": [
@@ -306,9 +306,11 @@ def test_checkpoint_list_finds_the_directory_and_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str] = []
+    places: list[Path | None] = []
 
-    def list_checkpoints(directory: str) -> dict[str, Any]:
+    def list_checkpoints(directory: str, local: Path | None) -> dict[str, Any]:
         asked.append(directory)
+        places.append(local)
         return listing(20)
 
     fake = SimpleNamespace(list_checkpoints=list_checkpoints)
@@ -327,4 +329,10 @@ def test_checkpoint_list_finds_the_directory_and_prints(
     (run / "config.yaml").write_text("checkpoint: {dir: gs://bucket/c}\n")
     assert main(["checkpoint", "list", str(run)]) == 0
     assert main(["checkpoint", "list", "gs://bucket/d"]) == 0
-    assert asked == [f"{run}/checkpoints"] * 2 + ["gs://bucket/c", "gs://bucket/d"]
+    (run / "config.yaml").write_text("checkpoint: {local_dir: '/ram/{host}'}\n")
+    (run / "local-name").write_text("the-run\n")
+    monkeypatch.setenv("JAXREL_HOST", "host3")
+    assert main(["checkpoint", "list", str(run)]) == 0
+    assert capsys.readouterr().out.startswith("step       20  durable  committed   abab")
+    assert asked[:4] == [f"{run}/checkpoints"] * 2 + ["gs://bucket/c", "gs://bucket/d"]
+    assert places == [None] * 4 + [Path("/ram/host3/the-run")]

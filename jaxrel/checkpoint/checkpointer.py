@@ -6,10 +6,12 @@ refused, and makes every failure of a save heard.
 
 import logging
 import math
+import os
 import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,17 +20,27 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxrel.checkpoint import engine, leaves, listing, manifest
+from jaxrel.checkpoint.candidates import Candidates
 from jaxrel.checkpoint.describe import describe
-from jaxrel.checkpoint.errors import DamagedError, SaveFailedError, some
+from jaxrel.checkpoint.errors import DamagedError, SaveFailedError
 from jaxrel.checkpoint.flight import Flight, Landed
-from jaxrel.checkpoint.keeper import Keeper, delete
-from jaxrel.checkpoint.readback import bad_leaves
-from jaxrel.checkpoint.restoring import Allowed, one_line, read_manifest, read_state
+from jaxrel.checkpoint.keeper import Keeper
+from jaxrel.checkpoint.local import LocalTier, Whole
+from jaxrel.checkpoint.restoring import (
+    Allowed,
+    check_fits,
+    placed,
+    read_manifest,
+    read_state,
+)
 from jaxrel.checkpoint.retention import Retention
 from jaxrel.checkpoint.together import agreed, together
 from jaxrel.exit_codes import DataRefusedError, FailedError, UsageError
 
 log = logging.getLogger(__name__)
+
+_LOCAL_S = 10.0
+"""Longest that the end of a run waits for the local tier, which never counts alone."""
 
 
 class Checkpointer:
@@ -49,6 +61,8 @@ class Checkpointer:
             the background, so that training hardly notices; 0 never does.
         trust_after: Steps that the run must go on from a verified checkpoint, without a sign of
             trouble, before a roll-back may choose it.
+        local_dir: Where `save_local` writes, a path on a RAM disk or NVMe of each host; of this
+            run alone.
     """
 
     def __init__(
@@ -61,6 +75,7 @@ class Checkpointer:
         keep_best: int = 0,
         verify_mb_s: float = 100.0,
         trust_after: int = 100,
+        local_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if not deadline_s > 0:
             raise UsageError(f"checkpoint deadline {deadline_s} s: expected more than 0")
@@ -70,13 +85,15 @@ class Checkpointer:
         retention = Retention(keep, keep_every, keep_best)
         self._keeper = Keeper(self.directory, retention, verify_mb_s, trust_after)
         self.deadline_s = deadline_s
+        self.local = None if local_dir is None else LocalTier(Path(local_dir).expanduser())
+        """The local tier."""
+        self._candidates = Candidates(self.directory, self._keeper, self.local)
         self._arrays = engine.array_handler()
         self._orbax = engine.writer(self._arrays, math.ceil(deadline_s), self._temporary_name)
         self._flight: Flight | None = None
         self._landed: list[Landed] = []
         self.newest_landed: Landed | None = None
         """The newest save that this one is known to have completed."""
-        self._refused: list[tuple[int, str]] = []
         self._line: int | None = None
         """Newest step of the timeline that this one writes; newer ones are of another."""
         self._attempt: int | None = None
@@ -135,7 +152,7 @@ class Checkpointer:
         self.wait()
         if step < 0:
             raise UsageError(f"step {step} cannot be saved: expected 0 or more")
-        together(lambda: self._claim(step))
+        together(lambda: self._keeper.make_room(step, self._line))
         if self._attempt is None:
             self._attempt = agreed(lambda: secrets.randbits(31))
         self._saves += 1
@@ -158,6 +175,20 @@ class Checkpointer:
         thread.start()
         return description["state_digest"]
 
+    def save_local(
+        self, step: int, state: Any, *, extra: Mapping[str, Any] | None = None, words: Any = None
+    ) -> bool:
+        """Write `state` to the local tier in the background, as `save` does to the durable one.
+
+        Arguments as of `save`. A failure is logged and changes nothing; False where the local
+        save before this one is not finished, and this step is left out.
+        """
+        if self.local is None:
+            raise UsageError(f"step {step} cannot be saved locally: there is no local_dir")
+        state = leaves.as_arrays(state)
+        description = describe(step, state, extra, words)
+        return self.local.save(step, description, leaves.stored(state))
+
     def check(self) -> None:
         """Raise FailedError, naming the step, if a background save failed or is overdue.
 
@@ -169,18 +200,8 @@ class Checkpointer:
             return
         if not flight.thread.is_alive():
             self._flight = None
-            if flight.error is not None:
-                raise SaveFailedError(
-                    flight.step, f"failed: {one_line(flight.error)}"
-                ) from flight.error
-            assert flight.committed is not None
+            self.newest_landed = flight.landed()
             self._line = flight.step
-            self.newest_landed = Landed(
-                flight.step,
-                flight.committed - flight.started,
-                flight.handed_over - flight.started,
-                flight.state_digest,
-            )
             self._landed.append(self.newest_landed)
         elif time.monotonic() - flight.handed_over > self.deadline_s:
             raise SaveFailedError(flight.step, f"is not finished after {self.deadline_s:g} s")
@@ -210,8 +231,7 @@ class Checkpointer:
 
     def refused(self) -> list[tuple[int, str]]:
         """Step and reason of the checkpoints found damaged since this was called last."""
-        found, self._refused = [*self._refused, *self._keeper.refused()], []
-        return found
+        return self._candidates.told() + self._keeper.refused()
 
     def healthy(self, step: int) -> None:
         """Up to `step`, the run shows no sign of trouble; costs nothing, call it every step."""
@@ -236,12 +256,16 @@ class Checkpointer:
         for entry in listing.scan(self.directory):
             if entry.step == newest and entry.status == "corrupt":
                 raise FailedError(f"{entry.why}; start again to go on from the one before")
+        if self.local is not None and newest is not None:
+            self.local.forget(before=newest + 1)
 
     def _leave(self) -> None:
         try:
             self.wait()
         finally:
             self._keeper.close()
+            if self.local is not None:
+                self.local.wait(_LOCAL_S)
             if self._flight is None:
                 self._orbax.close()
 
@@ -254,14 +278,7 @@ class Checkpointer:
         damaged one cannot be marked.
         """
         self.check()
-
-        def ask() -> int | None:
-            while True:
-                step = listing.newest(self.directory)
-                if step is None or proven_from is None or step < proven_from or self._sound(step):
-                    return step
-
-        return agreed(ask)
+        return self._candidates.newest(proven_from)
 
     def latest_trusted(self, before: int | None = None) -> int | None:
         """Step of the newest trusted checkpoint, older than the step `before`; None if none is.
@@ -286,7 +303,22 @@ class Checkpointer:
     ) -> None:
         """Raise DataRefusedError, as `restore` does, where the leaves differ; reads no array."""
         allowed = Allowed(cast, partial)
-        together(lambda: read_manifest(self._path(step), abstract_state, allowed))
+        if whole := self._candidates.whole.get(step):
+            check_fits(_local(step), whole.manifest, abstract_state, allowed)
+        else:
+            together(lambda: read_manifest(self._path(step), abstract_state, allowed))
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """What a checkpoint, `latest` for one, says about itself; its `extra` is what was saved.
+
+        Raises DataRefusedError where it cannot be read.
+        """
+        if whole := self._candidates.whole.get(step):
+            return whole.manifest
+        try:
+            return manifest.read(self._path(step))
+        except (OSError, manifest.NotOursError) as error:
+            raise DataRefusedError(f"checkpoint of step {step} cannot be read: {error}") from error
 
     def restore(
         self,
@@ -320,48 +352,40 @@ class Checkpointer:
         self.wait()
         allowed = Allowed(cast, partial)
         if step is not None:
-            state, found = read_state(self._arrays, self._path(step), abstract_state, allowed)
-            self._line = step
-            return state, found
-        good, reasons = agreed(self._judged)
-        for step in good:
+            return self._restore(step, None, abstract_state, allowed)
+        good, reasons = agreed(self._candidates.judged)
+        whole = self._candidates.look()
+        for step in sorted({*good, *whole}, reverse=True):
             try:
-                return self.restore(abstract_state, step, cast=cast, partial=partial)
+                return self._restore(step, whole.get(step), abstract_state, allowed)
             except DamagedError as error:
-                together(lambda step=step, error=error: self._condemn(step, error))
+                proven = error.proven and step not in whole
+                together(
+                    lambda step=step, e=error, p=proven: self._candidates.condemn(step, e, mark=p)
+                )
                 reasons[str(step)] = str(error)
         if reasons:
             told = {int(step): why for step, why in reasons.items()}
             raise DataRefusedError(listing.none_good(self.directory, told))
         raise DataRefusedError(f"no complete checkpoint in {self.directory}")
 
-    def _judged(self) -> tuple[list[int], dict[str, str]]:
-        """Steps that can be restored for all that is known, the newest first.
-
-        And why, by step, the others are not.
-        """
-        entries = listing.scan(self.directory)
-        good = [entry.step for entry in reversed(entries) if entry.good]
-        return good, {str(e.step): e.why for e in entries if e.useless}
-
-    def _sound(self, step: int) -> bool:
-        """Whether a checkpoint is what was saved, read back now; else it is condemned."""
-        if not (bad := bad_leaves(self._path(step))):
-            return True
-        error = DamagedError(
-            f"checkpoint {self._path(step)} is corrupt: digests differ in {some(bad)}"
-        )
-        self._condemn(step, error)
-        if step in self._judged()[0]:
-            raise FailedError(f"{error}; and it cannot be marked")
-        return False
-
-    def _condemn(self, step: int, error: DamagedError) -> None:
-        """Tell of a damaged checkpoint; process 0 marks it where the damage is proven."""
-        log.error("%s; an older checkpoint is tried", error)
-        self._refused.append((step, str(error)))
-        if jax.process_index() == 0 and error.proven:
-            self._keeper.mark(step, corrupt=str(error))
+    def _restore(
+        self, step: int, whole: Whole | None, abstract_state: Any, allowed: Allowed
+    ) -> tuple[Any, dict[str, Any]]:
+        """From the durable tier, or `whole` from the local one; this timeline begins there."""
+        if whole is None:
+            state, found = read_state(self._arrays, self._path(step), abstract_state, allowed)
+        else:
+            local, found = self.local, whole.manifest
+            assert local is not None
+            check_fits(_local(step), found, abstract_state, allowed)
+            state = placed(
+                _local(step), abstract_state, found, lambda specs: local.read(whole, specs)
+            )
+        self._line = step
+        if self.local is not None:
+            self.local.forget(after=step)
+        return state, found
 
     def _path(self, step: int) -> epath.Path:
         return self.directory / str(step)
@@ -369,38 +393,6 @@ class Checkpointer:
     def _temporary_name(self, name: str) -> str:
         """A name that no other save uses: writers of a dead one may still be at work in its own."""
         return f"{name}{listing.TMP_SUFFIX}-{self._attempt:08x}-{self._saves}"
-
-    def _claim(self, step: int) -> None:
-        """On process 0: refuse a step that cannot be saved, clear away what is in its way.
-
-        Here and not at the start, so that a reader of a directory in which a run is saving never
-        takes its save away.
-        """
-        if jax.process_index() != 0:
-            return
-        refusal = f"step {step} cannot be saved"
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            entries = listing.scan(self.directory)
-            complete = [e for e in entries if e.complete]
-            if self._line is None:
-                newest = max((e.step for e in complete), default=-1)
-            else:
-                newest = self._line
-            if step <= newest:
-                raise DataRefusedError(f"{refusal}: {self.directory} already holds step {newest}")
-            left = [e for e in complete if e.step > newest]
-            if self._path(step).exists() and step not in {e.step for e in left}:
-                raise DataRefusedError(
-                    f"{refusal}: {self._path(step)} is in its place and is not a checkpoint of"
-                    " jaxrel; move it away"
-                )
-            self._keeper.set_aside(left)
-            for entry in entries:
-                if listing.TMP_SUFFIX in entry.path.name:  # of a save that never ended
-                    delete(entry.path)
-        except OSError as error:
-            raise FailedError(f"{refusal}: {error}") from error
 
     def _land(self) -> None:
         """Wait for the commit, then for retention; runs in a daemon thread."""
@@ -414,3 +406,7 @@ class Checkpointer:
         flight.committed = time.monotonic()
         if jax.process_index() == 0:
             self._keeper.landed()
+
+
+def _local(step: int) -> str:
+    return f"local checkpoint of step {step}"

@@ -29,3 +29,12 @@ def some(names: list[str]) -> str:
     """The first names, and how many more there are."""
     rest = len(names) - _NAMED
     return "; ".join(names[:_NAMED]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def one_line(error: BaseException) -> str:
+    """One line on the error that started a chain; storage puts the reason at the end."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    reason = " ".join(str(error).split()).split(" [tensorstore_spec=")[0]
+    text = f"{type(error).__name__}: {reason}".removesuffix(": ")
+    return text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}"

@@ -4,6 +4,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from jaxrel.checkpoint.errors import SaveFailedError, one_line
+
 
 @dataclass(frozen=True)
 class Landed:
@@ -28,3 +30,11 @@ class Flight:
     handed_over: float = field(default_factory=time.monotonic)
     committed: float | None = None
     error: BaseException | None = None
+
+    def landed(self) -> Landed:
+        """What the thread made of it, once it is dead. Raises SaveFailedError."""
+        if self.error is not None:
+            raise SaveFailedError(self.step, f"failed: {one_line(self.error)}") from self.error
+        assert self.committed is not None
+        seconds, blocking_s = self.committed - self.started, self.handed_over - self.started
+        return Landed(self.step, seconds, blocking_s, self.state_digest)

@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+import jax
 from etils import epath
 
 from jaxrel.checkpoint import listing, marks
 from jaxrel.checkpoint.errors import some
 from jaxrel.checkpoint.readback import bad_leaves
 from jaxrel.checkpoint.retention import Retention
-from jaxrel.exit_codes import JaxrelError
+from jaxrel.exit_codes import DataRefusedError, FailedError, JaxrelError
 
 _SETTLING_S = 30.0
 """Longest that the end of a run waits, twice at most, for checkpoints to be read back."""
@@ -32,7 +33,7 @@ class _GivenUpError(Exception):
 
 
 class Keeper:
-    """Keeps one checkpoint directory; all but `healthy` and `refused` are process 0's."""
+    """Keeps one checkpoint directory; all but `healthy` and `refused` is process 0's."""
 
     def __init__(
         self, directory: epath.Path, retention: Retention, verify_mb_s: float, trust_after: int
@@ -79,7 +80,38 @@ class Keeper:
             if entry.step == step and entry.complete:
                 _mark(entry, **found)
 
-    def set_aside(self, entries: Sequence[listing.Entry]) -> None:
+    def make_room(self, step: int, line: int | None) -> None:
+        """Refuse a step that cannot be saved, clear away what is in its way.
+
+        Here and not at the start, so that a reader of a directory in which a run is saving never
+        takes its save away. `line` is the newest step of this timeline, None if the directory
+        says. Raises DataRefusedError and FailedError.
+        """
+        if jax.process_index() != 0:
+            return
+        refusal = f"step {step} cannot be saved"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            entries = listing.scan(self.directory)
+            complete = [e for e in entries if e.complete]
+            newest = max((e.step for e in complete), default=-1) if line is None else line
+            if step <= newest:
+                raise DataRefusedError(f"{refusal}: {self.directory} already holds step {newest}")
+            left = [e for e in complete if e.step > newest]
+            path = self.directory / str(step)
+            if path.exists() and step not in {e.step for e in left}:
+                raise DataRefusedError(
+                    f"{refusal}: {path} is in its place and is not a checkpoint of jaxrel; move it"
+                    " away"
+                )
+            self._set_aside(left)
+            for entry in entries:
+                if listing.TMP_SUFFIX in entry.path.name:  # of a save that never ended
+                    delete(entry.path)
+        except OSError as error:
+            raise FailedError(f"{refusal}: {error}") from error
+
+    def _set_aside(self, entries: Sequence[listing.Entry]) -> None:
         """Take steps of another timeline out of the way. Raises OSError."""
         for entry in entries:
             name = f"{entry.path.name}{listing.ASIDE_SUFFIX}-{secrets.token_hex(4)}"

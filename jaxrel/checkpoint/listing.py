@@ -2,12 +2,14 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from etils import epath
 
 from jaxrel.checkpoint import manifest, marks
 from jaxrel.checkpoint.errors import DamagedError
+from jaxrel.checkpoint.local_listing import local_rows
 from jaxrel.exit_codes import DataRefusedError, UsageError
 
 STATE_ITEM = "state"
@@ -19,6 +21,7 @@ ASIDE_SUFFIX = ".aside"
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _UNUSED = re.compile(rf"(0|[1-9][0-9]*)({re.escape(TMP_SUFFIX)}|{re.escape(ASIDE_SUFFIX)}).*")
 
+_GOOD = ("verified", "committed")
 Status = Literal["verified", "committed", "corrupt", "incomplete", "foreign", "aside"]
 
 
@@ -44,7 +47,7 @@ class Entry:
     @property
     def good(self) -> bool:
         """Whether it can be restored, for all that is known."""
-        return self.status in ("verified", "committed")
+        return self.status in _GOOD
 
     @property
     def complete(self) -> bool:
@@ -97,29 +100,30 @@ def none_good(directory: epath.PathLike, reasons: dict[int, str]) -> str:
     )
 
 
-def list_checkpoints(directory: epath.PathLike) -> dict[str, Any]:
+def list_checkpoints(directory: epath.PathLike, local: Path | None = None) -> dict[str, Any]:
     """The document of `jaxrel checkpoint list --json`; a run's directory is made by its first save.
 
-    `bytes` is the size of all files of the entry.
+    `bytes` is the size of all files of the entry; `local` is the run's folder on this host's disk,
+    if it has one, and what is whole there can be restored too.
     """
     directory = epath.Path(directory)
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"checkpoint directory {directory} is not a directory")
     entries = [entry for entry in scan(directory) if entry.status != "aside"]
-    return {
-        "latest_restorable": max((e.step for e in entries if e.good), default=None),
-        "checkpoints": [
-            {
-                "step": entry.step,
-                "tier": "run",
-                "bytes": _size(entry.path),
-                "status": entry.status,
-                "trusted": entry.trusted,
-                "state_digest": entry.state_digest,
-            }
-            for entry in entries
-        ],
-    }
+    rows = [
+        {
+            "step": entry.step,
+            "tier": "durable",
+            "bytes": _size(entry.path),
+            "status": entry.status,
+            "trusted": entry.trusted,
+            "state_digest": entry.state_digest,
+        }
+        for entry in entries
+    ]
+    rows = sorted(rows + (local_rows(local) if local else []), key=lambda row: row["step"])
+    good = (row["step"] for row in rows if row["status"] in _GOOD)
+    return {"latest_restorable": max(good, default=None), "checkpoints": rows}
 
 
 def _judge(path: epath.Path) -> Entry:

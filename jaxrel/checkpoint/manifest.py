@@ -48,19 +48,24 @@ def read(path: epath.Path) -> dict[str, Any]:
         found = json.loads((path / ITEM / FILE).read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DamagedError(f"checkpoint {path}: its manifest is damaged ({error})") from error
+    return checked(found, f"checkpoint {path}", path.name)
+
+
+def checked(found: Any, where: str, step: str) -> dict[str, Any]:
+    """`found` if it is a sound manifest of that step; raises as `read`, with `where` it is from."""
     if not isinstance(found, dict) or not {"format", "checksum"} & set(found):
-        raise NotOursError(f"{path}: not a manifest of jaxrel")
+        raise NotOursError(f"{where}: not a manifest of jaxrel")
     plain = {name: value for name, value in found.items() if name != "checksum"}
     if found.get("checksum") != _checksum(plain):
-        raise DamagedError(f"checkpoint {path}: its manifest is damaged (checksum differs)")
+        raise DamagedError(f"{where}: its manifest is damaged (checksum differs)")
     if "format" not in found:
-        raise DamagedError(f"checkpoint {path}: in its manifest's place is something else")
+        raise DamagedError(f"{where}: in its manifest's place is something else")
     if found["format"] != FORMAT:
         raise DataRefusedError(
-            f"checkpoint {path}: format {found['format']}, this version reads format {FORMAT}"
+            f"{where}: format {found['format']}, this version reads format {FORMAT}"
         )
-    if str(found["step"]) != path.name:
-        raise DamagedError(f"checkpoint {path}: its manifest is that of step {found['step']}")
+    if str(found["step"]) != step:
+        raise DamagedError(f"{where}: its manifest is that of step {found['step']}")
     return found
 
 

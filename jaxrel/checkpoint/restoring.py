@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxrel.checkpoint import leaves, listing, manifest
-from jaxrel.checkpoint.errors import DamagedError, some
+from jaxrel.checkpoint.errors import DamagedError, one_line, some
 from jaxrel.checkpoint.together import together
 from jaxrel.digest import leaf_digests, state_digest
 from jaxrel.exit_codes import DataRefusedError, FailedError
@@ -74,14 +74,28 @@ def read_state(
     where they are not what was saved.
     """
     found = together(lambda: read_manifest(path, template, allowed))
+
+    def read(specs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        return together(lambda: _read_arrays(handler, path, specs, found["leaves"]))
+
+    return placed(f"checkpoint {path}", template, found, read), found
+
+
+def placed(
+    where: str,
+    template: Any,
+    found: Mapping[str, Any],
+    read: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]],
+) -> Any:
+    """The state that `found`, a manifest that fits `template`, tells of; `read` has its arrays."""
     saved = found["leaves"]
     specs = leaves.stored_specs(template)
     stored = {name: _as_saved(spec, saved[name]) for name, spec in specs.items() if name in saved}
-    arrays = together(lambda: _read_arrays(handler, path, stored, saved))
+    arrays = read(stored)
     impls = {p: leaf["key_impl"] for p, leaf in saved.items() if "key_impl" in leaf}
     values = leaves.values(arrays, stored, impls)
-    _verify(path, values, found)
-    return leaves.fitted(template, values), found
+    _verify(where, values, found)
+    return leaves.fitted(template, values)
 
 
 def _as_saved(spec: jax.ShapeDtypeStruct, saved: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
@@ -97,9 +111,14 @@ def read_manifest(path: epath.Path, template: Any, allowed: Allowed) -> dict[str
         found = _patiently(partial(manifest.read, path))
     except (FileNotFoundError, NotADirectoryError, manifest.NotOursError) as error:
         raise DataRefusedError(f"{path} is not a complete checkpoint") from error
-    if differing := allowed.refused(found, template):
-        raise DataRefusedError(f"checkpoint {path} does not fit this state: {some(differing)}")
+    check_fits(f"checkpoint {path}", found, template, allowed)
     return found
+
+
+def check_fits(where: str, found: Mapping[str, Any], template: Any, allowed: Allowed) -> None:
+    """Raise DataRefusedError, naming each difference that nobody allowed."""
+    if differing := allowed.refused(found, template):
+        raise DataRefusedError(f"{where} does not fit this state: {some(differing)}")
 
 
 def _read_arrays(
@@ -150,22 +169,13 @@ def _patiently(read: Any) -> Any:
     raise AssertionError("unreachable")
 
 
-def _verify(path: epath.Path, state: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+def _verify(where: str, state: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     """Raise DamagedError naming the leaves that are not what was saved; collective."""
     words = leaves.words(state)
     digests = leaf_digests(state, words)
     bad = [leaf for leaf, digest in digests.items() if digest != found["leaves"][leaf]["digest"]]
     if bad:
-        raise DamagedError(f"checkpoint {path} is corrupt: digests differ in {some(bad)}")
+        raise DamagedError(f"{where} is corrupt: digests differ in {some(bad)}")
     whole = set(digests) == set(found["leaves"])
     if whole and state_digest(state, words) != found["state_digest"]:
-        raise DamagedError(f"checkpoint {path} is corrupt: its state digest differs")
-
-
-def one_line(error: BaseException) -> str:
-    """One line on the error that started a chain; storage puts the reason at the end."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    reason = " ".join(str(error).split()).split(" [tensorstore_spec=")[0]
-    text = f"{type(error).__name__}: {reason}".removesuffix(": ")
-    return text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}"
+        raise DamagedError(f"{where} is corrupt: its state digest differs")

@@ -36,10 +36,10 @@ def data_build(args: Namespace) -> int:
 
 def checkpoint_list(args: Namespace) -> int:
     """List the checkpoints of a run and say which of them can be restored."""
-    directory = checkpoint_dir(args.run)
+    directory, local = checkpoint_dirs(args.run)
     from jaxrel.checkpoint.listing import list_checkpoints
 
-    document = list_checkpoints(directory)
+    document = list_checkpoints(directory, local)
     if args.json:
         print(json.dumps(document))
         return ExitCode.OK
@@ -47,7 +47,9 @@ def checkpoint_list(args: Namespace) -> int:
         trust = "trusted" if entry["trusted"] else ""
         size = "" if entry["bytes"] is None else f"{entry['bytes']:,} bytes"
         digest = entry["state_digest"] or "unknown"
-        line = f"step {entry['step']:>8}  {entry['status']:<10}  {digest:<32}  {size}  {trust}"
+        where = f"{entry['tier']:<7}  " if local else ""
+        status = f"{where}{entry['status']:<10}"
+        line = f"step {entry['step']:>8}  {status}  {digest:<32}  {size}  {trust}"
         print(line.rstrip())
     latest = document["latest_restorable"]
     print("no restorable checkpoint" if latest is None else f"latest restorable: step {latest}")
@@ -59,17 +61,18 @@ def checkpoint_verify(args: Namespace) -> int:
 
     Needs no model and no accelerator. Exits 0 if all are right, 1 if one is not.
     """
-    directory = checkpoint_dir(args.run)
+    directory, local = checkpoint_dirs(args.run)
     from jaxrel.checkpoint.verify import verify
 
-    document = verify(directory, args.step)
+    document = verify(directory, args.step, local)
     if args.json:
         print(json.dumps(document))
     else:
         for row in document["checkpoints"]:
             bad = ", ".join(row["bad_leaves"])
             told = "every digest is right" if row["ok"] else f"damaged: {bad}"
-            print(f"step {row['step']:>8}  {told}")
+            where = f"{row['tier']:<7}  " if local else ""
+            print(f"step {row['step']:>8}  {where}{told}")
     return ExitCode.OK if document["ok"] else 1
 
 
@@ -153,12 +156,23 @@ def demo(args: Namespace) -> int:
     return run(args.dir)
 
 
-def checkpoint_dir(run: str) -> str:
-    """The checkpoints of a run directory, or `run` itself when it is no run directory."""
+def checkpoint_dirs(run: str) -> tuple[str, Path | None]:
+    """Where a run's checkpoints are, and its folder on this host's disk if it has one.
+
+    `run` is the directory of a run, or of checkpoints.
+    """
     recorded = Path(run, "config.yaml")
-    if recorded.is_file():
-        config = config_file.load(recorded)
-        return config.checkpoint.dir or str(Path(run, "checkpoints"))
+    if not recorded.is_file():
+        return _checkpoint_dir(run), None
+    checkpoint = config_file.load(recorded).checkpoint
+    from jaxrel.checkpoint.local_files import NAME_FILE, run_folder, run_name
+
+    named = checkpoint.local_dir is not None and Path(run, NAME_FILE).is_file()
+    local = run_folder(checkpoint.local_dir or "", run_name(run)) if named else None
+    return checkpoint.dir or str(Path(run, "checkpoints")), local
+
+
+def _checkpoint_dir(run: str) -> str:
     if "://" in run:
         return run
     if any(Path(run, name).is_dir() for name in ("ledger", "checkpoints")):

@@ -12,6 +12,8 @@ from jaxrel.checkpoint.together import agreed
 from jaxrel.events import Event, IntervalPlanned
 from jaxrel.plan.auto_interval import plan_interval
 
+Interval = int | Literal["auto"]
+
 _STEPS = 200
 """Newest steps of which the median is what a step takes: a save or evaluation is no outlier."""
 
@@ -24,22 +26,28 @@ class Cadence:
         since: Completed steps at this start.
         failures: Of the run before this start, and
         observed_s: the job time in which they came; process 0's count.
+        share: Of the failures, those that these saves are for, and
+        tier: the name of where they go.
         tell: Takes the plans, for the record.
         clock: Seconds, monotonic.
     """
 
     def __init__(
         self,
-        interval: int | Literal["auto"],
+        interval: Interval,
         since: int = 0,
         failures: int = 0,
         observed_s: float = 0.0,
+        *,
+        share: float = 1.0,
+        tier: str = "durable",
         tell: Callable[[Event], None] = lambda event: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._every = None if interval == "auto" else interval
         self._since = since
         self._failures, self._observed_s = failures, observed_s
+        self._share, self._tier = share, tier
         self._tell, self._clock = tell, clock
         self._began = clock()
         self._durations: deque[float] = deque(maxlen=_STEPS)
@@ -73,7 +81,8 @@ class Cadence:
             None if landed is None else landed.seconds,
             self._failures,
             self._observed_s + self._clock() - self._began,
+            share=self._share,
         )
         steps = agreed(lambda: plan.steps)
-        self._tell(IntervalPlanned(done, **asdict(plan)))
+        self._tell(IntervalPlanned(done, tier=self._tier, **asdict(plan)))
         return steps

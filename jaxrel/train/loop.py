@@ -7,18 +7,18 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrel.checkpoint import manifest
 from jaxrel.checkpoint.checkpointer import Checkpointer
 from jaxrel.checkpoint.host_random import capture, derive, restore
 from jaxrel.checkpoint.together import from_everyone, together
 from jaxrel.data.pipeline import Feed, check_fingerprint, merge_states
 from jaxrel.exit_codes import DataRefusedError, DivergedError, PreemptedError
-from jaxrel.train.cadence import Cadence
+from jaxrel.plan.auto_interval import LOCAL_SHARE
+from jaxrel.train.cadence import Cadence, Interval
 from jaxrel.train.evaluation import Evaluation
 from jaxrel.train.progress import ProgressLine
 from jaxrel.train.recorder import SUPERVISED, Recorder, Timer
@@ -36,12 +36,14 @@ class Trainer:
     checkpointer: Checkpointer
     progress: ProgressLine
     steps: int
-    interval: int | Literal["auto"]
+    interval: Interval
     seed: int
     facts: dict[str, Any] = field(default_factory=dict)
     """What never changes in this run and is saved beside the state: JSON."""
     about: dict[str, Any] = field(default_factory=dict)
     """What is saved as well and may change: JSON."""
+    local_interval: Interval = "auto"
+    """Steps between local saves, where the checkpointer has a local tier."""
     cast: Sequence[str] = ()
     partial: Sequence[str] = ()
     """Leaves that may differ from the checkpoint's, as in `Checkpointer.restore`."""
@@ -58,6 +60,7 @@ class Trainer:
     learning_rates: np.ndarray | None = None
     """The rate that each update is made with, float32 [steps]."""
     _cadence: Cadence = field(init=False)
+    _local_cadence: Cadence | None = None
 
     def run(self) -> str:
         """Train to the last step and save it. Returns the final state digest.
@@ -69,8 +72,7 @@ class Trainer:
         with self.checkpointer, self.stop, self.progress:
             state, done, digest, position = self._begin()
             saved, ahead, step = done, None, None
-            tell = self.recorder.planned
-            self._cadence = Cadence(self.interval, done, *self.history, tell=tell)
+            self._plan_saves(done)
             while done < self.steps and not self.stop.asked(done):
                 batch = self._next_batch(done, ahead)
                 if batch is None:
@@ -85,12 +87,15 @@ class Trainer:
                 ahead, done = record, done + 1
                 self.recorder.saves(self.checkpointer, self.checkpointer.check)
                 evaluate, save = self._evaluates(done), self._cadence.due(done)
-                if evaluate or save:  # of a state that is known to be sound
+                local = not save and self._local_cadence and self._local_cadence.due(done)
+                if evaluate or save or local:  # of a state that is known to be sound
                     self._complete(done, ahead)
                     ahead = None
                 metric = self._evaluate(done, state) if evaluate else None
                 if save:
                     digest, saved = self._save(done, state, record, position, metric), done
+                elif local:
+                    self._save_locally(done, state, record, position)
             if ahead is not None:
                 self._complete(done, ahead)
             if done > saved:
@@ -117,16 +122,10 @@ class Trainer:
         finally:
             self.recorder.refused(self.checkpointer)
         if step is not None:
-            together(lambda: self._check(step, self._read_extra(step)))
+            together(lambda: self._check(step, self.checkpointer.manifest(step)["extra"]))
             if not self.partial:
                 self.checkpointer.compare(self.step.abstract_state, step, cast=self.cast)
         return step
-
-    def _read_extra(self, step: int) -> dict[str, Any]:
-        try:
-            return manifest.read(self.checkpointer.directory / str(step))["extra"]
-        except (OSError, manifest.NotOursError) as error:
-            raise DataRefusedError(f"checkpoint of step {step} cannot be read: {error}") from error
 
     def _check(self, step: int, extra: dict[str, Any]) -> None:
         for name in ("fingerprint", "position", "host_random"):
@@ -158,6 +157,21 @@ class Trainer:
             self.progress.note(f"resumed from step {latest}{note}")
         self.recorder.resumed(latest or 0, degrees, digest or None)
         return state, latest or 0, digest, position
+
+    def _plan_saves(self, done: int) -> None:
+        """When to save from `done` on: with two tiers each is there for its own failures."""
+        two, tell = self.checkpointer.local is not None, self.recorder.planned
+        share = 1 - LOCAL_SHARE if two else 1.0
+        self._cadence = Cadence(self.interval, done, *self.history, share=share, tell=tell)
+        if two:
+            self._local_cadence = Cadence(
+                self.local_interval,
+                done,
+                *self.history,
+                share=LOCAL_SHARE,
+                tier="local",
+                tell=tell,
+            )
 
     def _restore(self) -> tuple[TrainState, dict[str, Any]]:
         """The newest good checkpoint; what was found damaged on the way is put on record."""
@@ -197,6 +211,8 @@ class Trainer:
         self.progress.step(done, loss, norm)
         self.checkpointer.healthy(done)
         self._cadence.completed()
+        if self._local_cadence:
+            self._local_cadence.completed()
 
     def _evaluates(self, done: int) -> bool:
         return self.evaluation is not None and (
@@ -226,21 +242,37 @@ class Trainer:
 
         Returns the digest of the state.
         """
-        assert int(state.step) == done, "the one counter: completed updates"
         self.recorder.phase("checkpoint", done)
         self.recorder.sync()
-        extra = {
+        extra = self._extra(done, state, position)
+        self.recorder.saves(self.checkpointer, self.checkpointer.wait)
+        digest = self.checkpointer.save(done, state, extra=extra, words=record.words, metric=metric)
+        self._cadence.saved(done, self.checkpointer.newest_landed)
+        self.recorder.phase("train", done)
+        return digest
+
+    def _save_locally(
+        self, done: int, state: TrainState, record: StepRecord, position: Any
+    ) -> None:
+        """The same for the local tier, where a failure changes nothing."""
+        self.recorder.phase("checkpoint", done)
+        self.recorder.sync()
+        local, extra = self.checkpointer.local, self._extra(done, state, position)
+        assert local is not None and self._local_cadence is not None
+        self.checkpointer.save_local(done, state, extra=extra, words=record.words)
+        self._local_cadence.saved(done, local.newest)
+        self.recorder.phase("train", done)
+
+    def _extra(self, done: int, state: TrainState, position: Any) -> dict[str, Any]:
+        """What belongs to the state besides its arrays."""
+        assert int(state.step) == done, "the one counter: completed updates"
+        return {
             **self.about,
             **self.facts,
             "fingerprint": self.feed.fingerprint,
             "position": merge_states(from_everyone(position)),
             "host_random": capture(),
         }
-        self.recorder.saves(self.checkpointer, self.checkpointer.wait)
-        digest = self.checkpointer.save(done, state, extra=extra, words=record.words, metric=metric)
-        self._cadence.saved(done, self.checkpointer.newest_landed)
-        self.recorder.phase("train", done)
-        return digest
 
 
 def _is_ready(x: Any) -> bool:

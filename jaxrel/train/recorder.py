@@ -25,6 +25,7 @@ from jaxrel.events import (
     Evaluated,
     Event,
     Finished,
+    LocalSaved,
     Phase,
     PhaseBegan,
     RecordsLost,
@@ -197,6 +198,8 @@ class Recorder:
             self.refused(checkpointer)
         for save in checkpointer.landed():
             self.saved(save.step, save.seconds, save.blocking_s, save.state_digest)
+        for save in checkpointer.local.landed() if checkpointer.local else ():
+            self.write(LocalSaved(save.step, save.seconds, save.blocking_s, save.state_digest))
 
     def planned(self, event: Event) -> None:
         """How many steps there are to the next save, and why."""

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrel.checkpoint import Checkpointer
+from jaxrel.checkpoint import Checkpointer, local_files
 from jaxrel.checkpoint.shared import check_shared
 from jaxrel.checkpoint.together import agreed, together
 from jaxrel.config import BatchConfig, ChaosConfig, Config, check, fingerprint
@@ -25,7 +25,13 @@ from jaxrel.ledger.summary import report
 from jaxrel.mesh.build import build_mesh, degrees, refit
 from jaxrel.mesh.compile_cache import use_compile_cache
 from jaxrel.mesh.join import fix_cpu_threads, joined, use_cpu_devices
-from jaxrel.provenance import changes, check_run, provenance, write_run_files
+from jaxrel.provenance import (
+    changes,
+    check_run,
+    provenance,
+    write_atomically,
+    write_run_files,
+)
 from jaxrel.run_lock import claim
 from jaxrel.train.evaluation import Evaluation, make_row_losses
 from jaxrel.train.loop import Trainer
@@ -70,6 +76,7 @@ def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Reco
     feed = open_feed(config.data, config.batch, seed=config.run.seed, groups=groups)
     try:
         _check_vocabulary(config, feed)
+        local = agreed(lambda: local_files.run_name(config.run.dir))
         checkpointer = Checkpointer(
             config.checkpoint_dir(),
             keep=config.checkpoint.keep,
@@ -78,6 +85,7 @@ def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Reco
             keep_best=config.checkpoint.keep_best,
             verify_mb_s=config.checkpoint.verify_mb_s,
             trust_after=config.checkpoint.trust_after,
+            local_dir=_local_dir(config, local),
         )
         trainer = make_trainer(config, step, feed, checkpointer, stop, recorder)
         trainer.evaluation = make_evaluation(config, task, step)
@@ -89,7 +97,7 @@ def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Reco
             return
         if latest is not None and (changed := changes(config.run.dir, config)):
             trainer.progress.note(f"changed since the last start: {'; '.join(changed)}")
-        together(lambda: _begin_run(config, resolved))
+        together(lambda: _begin_run(config, resolved, local))
         check_shared(config.checkpoint_dir())
         begin_together(recorder, config.run.dir)
         use_compile_cache(config.run.compiled or f"{config.run.dir}/compiled")
@@ -106,12 +114,19 @@ def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Reco
         feed.close()
 
 
-def _begin_run(config: Config, degrees: dict[str, int]) -> None:
+def _local_dir(config: Config, name: str) -> Path | None:
+    directory = config.checkpoint.local_dir
+    return None if directory is None else local_files.run_folder(directory, name)
+
+
+def _begin_run(config: Config, degrees: dict[str, int], local: str) -> None:
     """Process 0's part: hold the run directory, and say what this start is made of."""
     if jax.process_index() == 0:
         claim(config.run.dir)
         record = provenance(config, sys.argv, jax.devices(), degrees)
         write_run_files(config.run.dir, config, record)
+        if config.checkpoint.local_dir is not None:
+            write_atomically(Path(config.run.dir, local_files.NAME_FILE), f"{local}\n")
 
 
 def make_step(config: Config, task: Task, mesh: Any) -> TrainStep:
@@ -149,6 +164,7 @@ def make_trainer(
         progress=progress,
         steps=config.run.steps,
         interval=config.checkpoint.interval,
+        local_interval=config.checkpoint.local_interval,
         history=_history(config),
         seed=config.run.seed,
         facts={"seed": config.run.seed, **_batch_facts(batch)},
@@ -163,7 +179,8 @@ def make_trainer(
 
 def _history(config: Config) -> tuple[int, float]:
     """Failures so far and the job time in which they came, where the interval follows from them."""
-    if config.checkpoint.interval != "auto":
+    local = config.checkpoint.local_dir and config.checkpoint.local_interval
+    if "auto" not in (config.checkpoint.interval, local):
         return 0, 0.0
 
     def ask() -> tuple[int, float]:

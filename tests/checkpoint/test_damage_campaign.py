@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrel.checkpoint import checkpointer, listing, restoring
+from jaxrel.checkpoint import candidates, listing, restoring
 from scripts.campaigns import checkpoint_damage as campaign
 
 # Orbax leaves coroutines behind when a read fails.
@@ -39,9 +39,9 @@ def test_the_judge_sees_a_silent_wrong_restore(
 def test_the_judge_sees_a_good_one_given_up(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def oldest_first(self: checkpointer.Checkpointer) -> tuple[list[int], dict[str, str]]:
+    def oldest_first(self: candidates.Candidates) -> tuple[list[int], dict[str, str]]:
         return sorted(e.step for e in listing.scan(self.directory) if e.good), {}
 
-    monkeypatch.setattr(checkpointer.Checkpointer, "_judged", oldest_first)
+    monkeypatch.setattr(candidates.Candidates, "judged", oldest_first)
     found = (campaign.trial(number, 7, sources, tmp_path) for number in range(EACH * 10))
     assert any(not o.ok for o in found)

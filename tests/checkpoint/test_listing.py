@@ -50,7 +50,7 @@ assert not {{"jax", "orbax", "tensorstore"}} & set(sys.modules)
     assert rows[2]["state_digest"] == state_digest
     files = [file for file in (tmp_path / "10").rglob("*") if file.is_file()]
     assert rows[2]["bytes"] == sum(file.stat().st_size for file in files) > 4000
-    assert all(row["tier"] == "run" and row["trusted"] is False for row in rows)
+    assert all(row["tier"] == "durable" and row["trusted"] is False for row in rows)
     assert {row["state_digest"] for row in rows if row["status"] != "committed"} == {None}
 
 

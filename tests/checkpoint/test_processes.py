@@ -32,6 +32,12 @@ def start(mode: str, *args: object) -> subprocess.Popen[str]:
     )
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def finish(process: subprocess.Popen[str]) -> tuple[list[dict[str, Any]], str]:
     """What it said, and its standard error."""
     out, err = process.communicate(timeout=120)
@@ -65,9 +71,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     root = tmp_path_factory.mktemp("job")
     with Checkpointer(root / "theirs") as checkpointer:
         checkpointer.save(9, states.make(9, states.mesh(8, 1), WIDTH))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes = [start("rank", index, port, root) for index in range(2)]
     try:
         ended = [finish(process) for process in processes]

@@ -31,7 +31,7 @@ assert not {{"jax", "orbax"}} & set(sys.modules)
     document = json.loads(ran.stdout)
     first, second, third = document["checkpoints"]
     assert document["ok"] is False
-    assert first == {"step": 1, "ok": True, "bad_leaves": []}
+    assert first == {"step": 1, "tier": "durable", "ok": True, "bad_leaves": []}
     assert (second["step"], second["ok"]) == (2, False)
     assert set(second["bad_leaves"]) < set(manifest_leaves(tmp_path, 1))
     assert third == {"step": 3, "ok": False, "bad_leaves": ["(manifest)"]}

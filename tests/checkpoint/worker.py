@@ -103,6 +103,34 @@ def rank(index: str, port: str, directory: str) -> None:
     jax.distributed.shutdown()
 
 
+def tiers(index: str, port: str, directory: str, what: str) -> None:
+    """One of two hosts that share the durable directory and have a disk of their own each."""
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(index))
+    root, mesh = Path(directory), states.mesh(2, 4)
+    checkpointer = Checkpointer(root / "durable", local_dir=root / f"disk{index}")
+    if what == "save":
+        checkpointer.save(2, states.make(2, mesh, WIDTH))
+        checkpointer.wait()
+        for step in (4, 6):
+            state = states.make(step, mesh, WIDTH)
+            taken = checkpointer.save_local(step, state, extra={"of": index})
+            jax.block_until_ready(jax.jit(lambda x: x, donate_argnums=0)(state))
+            assert taken and checkpointer.local is not None
+            checkpointer.local.wait()
+        say(saved=6)
+        time.sleep(60)  # to be killed
+    latest = checkpointer.latest()
+    said = checkpointer.manifest(latest or 0)["extra"]
+    other = states.mesh(4, 2)
+    restored, found = checkpointer.restore(states.abstract(other, WIDTH))
+    equal = local_bits(restored) == local_bits(states.make(found["step"], other, WIDTH))
+    refused = [step for step, _ in checkpointer.refused()]
+    say(latest=latest, step=found["step"], equal=equal, extra=said, refused=refused)
+    jax.distributed.shutdown()
+
+
 def fail(*_: Any, **__: Any) -> None:
     raise OSError(5, "Input/output error")
 
@@ -127,5 +155,5 @@ def local_bits(tree: Any) -> list[bytes]:
 
 
 if __name__ == "__main__":
-    modes = {f.__name__: f for f in (limited, interrupted, rank)}
+    modes = {f.__name__: f for f in (limited, interrupted, rank, tiers)}
     modes[sys.argv[1]](*sys.argv[2:])

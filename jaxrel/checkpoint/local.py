@@ -1,0 +1,279 @@
+"""The local tier: checkpoints on a RAM disk or NVMe of each host, often, beside the durable ones.
+
+Every process writes what it keeps of the state (`pieces`) to its own host's disk, one file a step
+(`local_files`). Whether a step is whole is decided when it is wanted, from what all processes then
+see: so hosts need not share a disk, and one may be lost.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxrel.checkpoint import local_files
+from jaxrel.checkpoint.errors import DamagedError
+from jaxrel.checkpoint.flight import Landed
+from jaxrel.checkpoint.local_files import LocalFile, Piece, readable
+from jaxrel.checkpoint.pieces import Kept, Plan, bounds, moved, overlap, plan
+from jaxrel.checkpoint.together import agreed, from_everyone, together
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A step of which all processes together see every piece; the same on all of them."""
+
+    step: int
+    save: str
+    manifest: dict[str, Any]
+    pieces: list[Piece]
+
+
+class LocalTier:
+    """What one run keeps in `directory`, a path that each host has for itself.
+
+    Its methods are collective: every process of the job makes the same calls. A save that fails
+    is logged and the run goes on, for the durable checkpoints are what counts.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._writing: threading.Thread | None = None
+        self._good = -1
+        """Step of this process's newest complete file."""
+        self._hosts: list[int] | None = None
+        self._plan: tuple[Any, Plan] | None = None
+        self.newest: Landed | None = None
+        """The newest save that this process completed."""
+        self._landed: deque[Landed] = deque(maxlen=100)
+
+    def save(
+        self, step: int, described: Mapping[str, Any], arrays: Mapping[str, jax.Array]
+    ) -> bool:
+        """Copy what this process keeps of `arrays` off the devices, and write it behind.
+
+        `described` is the manifest of the step, `arrays` the stored leaves. False where a process
+        still writes the last one: this step is then left out by all.
+        """
+        started = time.monotonic()
+        busy = self._writing is not None and self._writing.is_alive()
+        everyone = from_everyone([busy, self._good])
+        if any(busy for busy, _ in everyone):
+            log.warning("no local save of step %d: the one before is still being written", step)
+            return False
+        if self._hosts is None:
+            self._hosts = hosts_of(self.directory)
+        described = agreed(lambda: dict(described))
+        kept = self._kept(arrays)
+        blocks = _on_host(arrays, kept.own) | _on_host(moved(arrays, kept), kept.copies)
+        oldest = min(good for _, good in everyone)
+        handed_over = time.monotonic()
+
+        def write() -> None:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                local_files.delete(self.directory, before=oldest)
+                file = self.directory / f"{step}.{jax.process_index()}.npz"
+                local_files.write(file, described, kept.pieces, blocks)
+            except OSError as error:
+                log.warning("the local save of step %d failed: %s", step, error)
+                return
+            self._good = step
+            took = time.monotonic() - started
+            self.newest = Landed(step, took, handed_over - started, described["state_digest"])
+            self._landed.append(self.newest)
+
+        self._writing = threading.Thread(target=write, name="local checkpoint", daemon=True)
+        self._writing.start()
+        return True
+
+    def landed(self) -> list[Landed]:
+        """The saves that this process completed since this was called last."""
+        return [self._landed.popleft() for _ in range(len(self._landed))]
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Join the file that is being written."""
+        if self._writing is not None:
+            self._writing.join(seconds)
+
+    def whole(self) -> list[Whole]:
+        """The steps that can be restored for all that is known, the newest first."""
+        files = local_files.scan(self.directory)
+        mine = [[f.save, _mask(f.held)] for f in files]
+        total: dict[str, int] = {}
+        for save, held in (row for rows in from_everyone(mine) for row in rows):
+            total[save] = total.get(save, 0) | int(held, 16)
+        found = []
+        for save in sorted(total, key=lambda save: (-int(save.split()[0]), save)):
+            if total[save] == (1 << int(save.split()[-1])) - 1:
+                one = next((f for f in files if f.save == save), None)
+                described, pieces = _from_first(one and [one.manifest, one.pieces])
+                listed = [Piece(path, tuple(a), tuple(b)) for path, a, b in pieces]
+                found.append(Whole(one.step if one else described["step"], save, described, listed))
+        return found
+
+    def read(self, whole: Whole, specs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """The stored leaves `specs` of a step, each on its devices.
+
+        A piece that a process cannot read comes from one that can. Raises DamagedError, on all
+        processes, where none can.
+        """
+        files = [f for f in local_files.scan(self.directory) if f.save == whole.save]
+        reader = _Reader(whole, files)
+        wanted = {path: spec for path, spec in specs.items() if spec.size}
+        lacking = together(lambda: reader.lacking(wanted))
+        missing = {number for row in from_everyone(lacking) for number in row}
+        arrays = {path: reader.array(path, spec, missing) for path, spec in wanted.items()}
+        together(reader.check)
+        return arrays
+
+    def forget(self, *, before: int | None = None, after: int | None = None) -> None:
+        """Delete the files of steps below `before` and above `after`: they are never taken again.
+
+        Each process does so on its own host.
+        """
+        self.wait()
+        self._good = -1
+        try:
+            local_files.delete(self.directory, before=before, after=after)
+        except OSError as error:
+            log.warning("local checkpoints in %s stay: %s", self.directory, error)
+
+    def _kept(self, arrays: Mapping[str, jax.Array]) -> Plan:
+        key = {path: (x.shape, x.sharding) for path, x in arrays.items()}
+        if self._plan is None or self._plan[0] != key:
+            assert self._hosts is not None
+            self._plan = key, plan(arrays, self._hosts)
+        return self._plan[1]
+
+
+class _Reader:
+    """The pieces of one step, from this process's files or another's."""
+
+    def __init__(self, whole: Whole, files: list[LocalFile]) -> None:
+        self.whole = whole
+        self._files: dict[int, list[LocalFile]] = {}
+        for file in files:
+            for number in file.held:
+                self._files.setdefault(number, []).append(file)
+        self._numbers: dict[str, list[int]] = {}
+        for number, piece in enumerate(whole.pieces):
+            self._numbers.setdefault(piece.path, []).append(number)
+        self._unread: list[str] = []
+
+    def lacking(self, specs: Mapping[str, jax.ShapeDtypeStruct]) -> list[int]:
+        """Numbers of the pieces that this process's devices need and that it cannot read."""
+        return [
+            number
+            for path, spec in specs.items()
+            for number in self._numbers.get(path, [])
+            if any(overlap(*shard, self.whole.pieces[number]) for shard in _shards(spec))
+            and self._block(number, spec.dtype) is None
+        ]
+
+    def array(self, path: str, spec: jax.ShapeDtypeStruct, missing: set[int]) -> jax.Array:
+        """A leaf on its devices; collective where a piece of it is `missing` somewhere."""
+        shards = {shard: np.empty(_shape(*shard), spec.dtype) for shard in _shards(spec)}
+        for number in self._numbers.get(path, []):
+            piece = self.whole.pieces[number]
+            needed = {shard: both for shard in shards if (both := overlap(*shard, piece))}
+            block = None
+            if number in missing:
+                block = self._shared(number, spec.dtype)
+            elif needed:
+                block = self._block(number, spec.dtype)
+            for shard, (here, there) in needed.items():
+                if block is None:  # read a moment ago, and no more
+                    self._unread.append(path)
+                else:
+                    shards[shard][here] = block[there]
+        return jax.make_array_from_callback(
+            spec.shape, spec.sharding, lambda index: shards[bounds(index, spec.shape)]
+        )
+
+    def check(self) -> None:
+        """Raise DamagedError where a piece could not be read after all."""
+        if self._unread:
+            raise DamagedError(f"local {self.whole.step} cannot be read: {self._unread[0]}", False)
+
+    def _block(self, number: int, dtype: Any) -> np.ndarray | None:
+        for file in self._files.get(number, []):
+            if (block := readable(file, number, dtype)) is not None:
+                return block
+        return None
+
+    def _shared(self, number: int, dtype: Any) -> np.ndarray:
+        """A piece from the first process that can read it, on all."""
+        piece, block = self.whole.pieces[number], self._block(number, dtype)
+        readers = from_everyone(block is not None)
+        if True not in readers:
+            where = f"local checkpoint of step {self.whole.step}"
+            raise DamagedError(f"{where}: a part of {piece.path} is on no disk, or damaged")
+        if block is None:
+            block = np.zeros(piece.shape, dtype)
+        sent = multihost_utils.broadcast_one_to_all(
+            np.ascontiguousarray(block).reshape(-1).view(np.uint8),
+            is_source=jax.process_index() == readers.index(True),
+        )
+        return np.asarray(sent).view(dtype).reshape(piece.shape)
+
+
+def hosts_of(directory: Path) -> list[int]:
+    """For each process, the lowest one that sees the same `directory`. Collective; makes it."""
+    if jax.process_count() == 1:
+        return [0]
+    token = agreed(lambda: secrets.token_hex(8))
+    probe = directory / f".jaxrel-{token}.{jax.process_index()}"
+
+    def look() -> int:
+        return min(int(p.name.rpartition(".")[2]) for p in directory.glob(f".jaxrel-{token}.*"))
+
+    def leave() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+
+    together(leave)
+    hosts = from_everyone(together(look))
+    together(probe.unlink)
+    return hosts
+
+
+def _on_host(arrays: Mapping[str, jax.Array], kept: list[Kept]) -> dict[int, np.ndarray]:
+    """Copies of the blocks, which the devices may overwrite from now on."""
+    shards: dict[str, dict[Any, jax.Array]] = {}
+    for path in {k.path for k in kept}:
+        shards[path] = {shard.device: shard.data for shard in arrays[path].addressable_shards}
+    for k in kept:
+        shards[k.path][k.device].copy_to_host_async()
+    return {k.number: np.array(shards[k.path][k.device], copy=True) for k in kept}
+
+
+def _shards(spec: jax.ShapeDtypeStruct) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Start and stop of the blocks that this process's devices hold of a leaf."""
+    indices = spec.sharding.addressable_devices_indices_map(spec.shape).values()
+    return sorted({bounds(index, spec.shape) for index in indices})
+
+
+def _shape(start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(b - a for a, b in zip(start, stop, strict=True))
+
+
+def _mask(numbers: frozenset[int]) -> str:
+    """The numbers as the bits of one, in hexadecimal: short, where there are thousands."""
+    return f"{sum(1 << number for number in numbers):x}"
+
+
+def _from_first(value: Any) -> Any:
+    """The value of the first process that has one. Collective."""
+    first = from_everyone(value is not None).index(True)
+    return from_everyone(value if jax.process_index() == first else None)[first]

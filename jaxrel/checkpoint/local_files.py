@@ -1,0 +1,178 @@
+"""The files of a local tier: of each step, what the processes of one host hold. No JAX.
+
+    DIR/STEP.RANK.npz    member `manifest`: the checkpoint's manifest, as JSON
+                         member `pieces`: [[path, start, stop], ...] of the whole state, as JSON
+                         member N: the bytes of the Nth piece, for those that this file holds
+
+A piece is the block `start` to `stop` of a stored leaf. A file is complete when it bears its
+name, and every member has the checksum of the zip format; the steps of a whole state need the
+files of several processes, and may be complete though a host is gone.
+"""
+
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrel.checkpoint import manifest
+from jaxrel.exit_codes import DataRefusedError
+
+log = logging.getLogger(__name__)
+
+NAME_FILE = "local-name"
+"""In a run directory: the name of the run's folder on the disks of its hosts."""
+_PART = ".part"
+_NAME = re.compile(rf"(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)\.npz({re.escape(_PART)})?")
+_BROKEN = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, DataRefusedError)
+"""What reading a damaged file raises; damage to a manifest is a DataRefusedError."""
+
+
+class Piece(NamedTuple):
+    """A block of a stored leaf."""
+
+    path: str
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the block."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A complete file, as its own members describe it."""
+
+    file: Path
+    step: int
+    manifest: dict[str, Any]
+    pieces: list[Piece]
+    """Of the whole state; all files of one save agree on it."""
+    held: frozenset[int]
+    """Numbers of the pieces in this file."""
+
+    @property
+    def save(self) -> str:
+        """The same for the files of one save, and for no others."""
+        return f"{self.step} {self.manifest['checksum']} {len(self.pieces)}"
+
+    def block(self, number: int, dtype: Any) -> np.ndarray:
+        """A piece that this file holds. Raises what a damaged file raises, see `readable`."""
+        with np.load(self.file, allow_pickle=False) as members:
+            data = members[str(number)]
+        return data.view(dtype).reshape(self.pieces[number].shape)
+
+
+def write(
+    file: Path, described: Mapping[str, Any], pieces: Iterable[Piece], held: Mapping[int, Any]
+) -> None:
+    """Write one file, in one stroke. Raises OSError."""
+    members = {str(number): _bytes(block) for number, block in held.items()}
+    members["manifest"] = _text(described)
+    members["pieces"] = _text(list(pieces))
+    part = file.with_name(f"{file.name}{_PART}")
+    try:
+        with part.open("wb") as opened:
+            np.savez(opened, allow_pickle=False, **members)
+            opened.flush()
+            os.fsync(opened.fileno())
+        part.replace(file)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def run_folder(local_dir: str, name: str) -> Path:
+    """Where the run of that name keeps its files below `local_dir`, on this host.
+
+    `{host}` in it stands for the host's name, as `jaxrel launch` gives it.
+    """
+    host = os.environ.get("JAXREL_HOST", socket.gethostname())
+    return Path(local_dir.replace("{host}", host)).expanduser() / name
+
+
+def run_name(run_dir: str | os.PathLike[str]) -> str:
+    """The name of a run on its hosts' disks, drawn anew for a run that is new. Raises OSError.
+
+    So a run that begins again in the same directory never takes the files of the one before.
+    """
+    file = Path(run_dir, NAME_FILE)
+    return file.read_text().strip() if file.exists() else f"{secrets.token_hex(8)}"
+
+
+def scan(directory: Path) -> list[LocalFile]:
+    """The complete files in `directory`; what is damaged at sight is not among them."""
+    found = []
+    for file, step in _named(directory):
+        if file.name.endswith(_PART):
+            continue
+        try:
+            found.append(_opened(file, step))
+        except _BROKEN as error:
+            log.warning("%s is damaged, and as good as not there: %s", file, error)
+    return found
+
+
+def whole_steps(files: Iterable[LocalFile]) -> dict[str, tuple[LocalFile, bool]]:
+    """By save: one of its files, and whether these files hold all of its pieces."""
+    saves: dict[str, list[LocalFile]] = defaultdict(list)
+    for file in files:
+        saves[file.save].append(file)
+    return {
+        save: (some[0], len(frozenset().union(*(f.held for f in some))) == len(some[0].pieces))
+        for save, some in saves.items()
+    }
+
+
+def readable(file: LocalFile, number: int, dtype: Any) -> np.ndarray | None:
+    """The block, or None where it is damaged or gone."""
+    try:
+        return file.block(number, dtype)
+    except _BROKEN:
+        return None
+
+
+def delete(directory: Path, *, before: int | None = None, after: int | None = None) -> None:
+    """Delete the files, finished or not, of steps below `before` and above `after`.
+
+    Raises OSError.
+    """
+    for file, step in _named(directory):
+        if (before is not None and step < before) or (after is not None and step > after):
+            file.unlink(missing_ok=True)
+
+
+def _named(directory: Path) -> list[tuple[Path, int]]:
+    found = [(file, _NAME.fullmatch(file.name)) for file in directory.glob("*.npz*")]
+    return sorted((file, int(name[1])) for file, name in found if name)
+
+
+def _opened(file: Path, step: int) -> LocalFile:
+    with np.load(file, allow_pickle=False) as members:
+        described = manifest.checked(_parsed(members["manifest"]), str(file), str(step))
+        pieces = [Piece(p, tuple(a), tuple(b)) for p, a, b in _parsed(members["pieces"])]
+        held = frozenset(int(name) for name in members.files if name.isdigit())
+    return LocalFile(file, step, described, pieces, held)
+
+
+def _bytes(block: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+
+
+def _text(value: Any) -> np.ndarray:
+    return np.frombuffer(json.dumps(value).encode(), np.uint8)
+
+
+def _parsed(text: np.ndarray) -> Any:
+    return json.loads(text.tobytes())
