@@ -34,7 +34,7 @@ assert not {{"jax", "orbax"}} & set(sys.modules)
     assert first == {"step": 1, "tier": "durable", "ok": True, "bad_leaves": []}
     assert (second["step"], second["ok"]) == (2, False)
     assert set(second["bad_leaves"]) < set(manifest_leaves(tmp_path, 1))
-    assert third == {"step": 3, "ok": False, "bad_leaves": ["(manifest)"]}
+    assert third == {"step": 3, "tier": "durable", "ok": False, "bad_leaves": ["(manifest)"]}
     assert statuses(tmp_path) == {1: "verified", 2: "corrupt", 3: "corrupt", 7: "incomplete"}
     assert Checkpointer(tmp_path).latest() == 1
 
