@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 from jaxrel import config_file
-from jaxrel.config import Config
+from jaxrel.config import Config, show
 from jaxrel.exit_codes import ExitCode, UsageError
 
 
@@ -95,6 +96,51 @@ def plan_memory(args: Namespace) -> int:
 
     document = memory.document(count(args.params, "params"), args.devices, args.gradients)
     print(json.dumps(document) if args.json else memory.table(document))
+    return ExitCode.OK
+
+
+def plan_mfu(args: Namespace) -> int:
+    """Utilisation from numbers: FLOPs per token and tokens per second against the peak.
+
+    The FLOPs per token are given, or counted from an architecture by a published convention. What
+    cannot be told (unknown device kind, more than 1) is null, with one warning.
+    """
+    from jaxrel.plan import architecture, mfu, peaks
+
+    exactly_one("flops_per_token", args.flops_per_token, "architecture", args.architecture)
+    exactly_one("device_kind", args.device_kind, "peak_flops", args.peak_flops)
+    if (args.architecture is None) != (args.convention is None):
+        got = show(args.convention) if args.convention else "nothing"
+        raise UsageError(f"convention: got {got}: expected it and architecture together")
+    if args.peak_flops is None:
+        peak = peaks.peak(args.device_kind, args.dtype)
+    else:
+        peak = peaks.given(args.peak_flops)
+    hardware = args.hardware_flops_per_token
+    if args.architecture is None:
+        count = mfu.given(args.flops_per_token, hardware)
+    else:
+        count = mfu.counted(architecture.parse(args.architecture), args.convention, hardware)
+    document = mfu.document(count, args.tokens_per_second, args.devices, peak)
+    print(json.dumps(document, allow_nan=False) if args.json else mfu.text(document))
+    if document["mfu"] is None or (count.hardware is not None and document["hfu"] is None):
+        print(f"jaxrel: warning: {document['reading']}", file=sys.stderr)
+    return ExitCode.OK
+
+
+def exactly_one(first: str, one: Any, second: str, other: Any) -> None:
+    """Refuse two flags that answer the same question, and none."""
+    if (one is None) == (other is None):
+        got = "nothing" if one is None else f"{second} as well"
+        raise UsageError(f"{first}: got {got}: expected either {first} or {second}")
+
+
+def plan_bubble(args: Namespace) -> int:
+    """What a pipeline loses while it fills and drains, from stages and microbatches."""
+    from jaxrel.plan import bubble
+
+    document = bubble.document(args.stages, args.microbatches, args.interleave)
+    print(json.dumps(document) if args.json else bubble.text(document))
     return ExitCode.OK
 
 
@@ -202,6 +248,8 @@ BY_NAME = {
     "checkpoint verify": checkpoint_verify,
     "plan interval": plan_interval,
     "plan memory": plan_memory,
+    "plan mfu": plan_mfu,
+    "plan bubble": plan_bubble,
     "report": report,
     "agent": agent,
     "demo": demo,

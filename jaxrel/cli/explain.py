@@ -11,7 +11,10 @@ _FLAGS = (
     "--out", "--tokenizer", "--held-out", "--json", "--backend", "--hosts", "--processes-per-host",
     "--cpu-devices", "--dir", "--max-restarts", "--max-no-progress", "--hang-floor", "--grace",
     "--leader", "--host", "--step", "--mtbf", "--cost", "--restart", "--overlap", "--params",
-    "--devices", "--gradients", "--kills", "--kinds", "--resize", "--seed",
+    "--devices", "--gradients", "--flops-per-token", "--hardware-flops-per-token",
+    "--architecture", "--convention", "--tokens-per-second", "--device-kind", "--peak-flops",
+    "--dtype", "--stages", "--microbatches", "--interleave", "--kills",
+    "--kinds", "--resize", "--seed",
 )  # fmt: skip
 """Of all subcommands but `train`."""
 

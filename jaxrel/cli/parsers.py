@@ -7,6 +7,8 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 import jaxrel
 from jaxrel.cli import commands as do
 from jaxrel.config import Config
+from jaxrel.plan.architecture import NAMES
+from jaxrel.plan.conventions import BY_NAME
 
 
 def parsers() -> tuple[ArgumentParser, ArgumentParser]:
@@ -83,7 +85,7 @@ def _add_checkpoint(commands: Any) -> None:
 
 
 def _add_plan(commands: Any) -> None:
-    plan = _group(commands, "plan", "Numbers before a run", "interval, memory")
+    plan = _group(commands, "plan", "Numbers before a run", "interval, memory, mfu, bubble")
     interval = _add(plan, "interval", do.plan_interval)
     flag = interval.add_argument
     flag("--mtbf", metavar="S", required=True, help="mean time between failures: 3h, 45m, 90")
@@ -97,6 +99,39 @@ def _add_plan(commands: Any) -> None:
     flag("--devices", metavar="D", type=int, default=1, help="over which all of it is sharded")
     flag("--gradients", metavar="DTYPE", default="float32", help="float32 or bfloat16")
     _json(memory)
+    _add_plan_mfu(plan)
+    bubble = _add(plan, "bubble", do.plan_bubble)
+    flag = bubble.add_argument
+    flag("--stages", metavar="P", type=int, required=True, help="of the pipeline")
+    flag("--microbatches", metavar="M", type=int, required=True, help="that a step is cut into")
+    flag("--interleave", metavar="V", type=int, default=1, help="model chunks of a device")
+    _json(bubble)
+
+
+def _add_plan_mfu(plan: Any) -> None:
+    parser = _add(plan, "mfu", do.plan_mfu)
+    flag = parser.add_argument
+    flag("--flops-per-token", metavar="F", type=float, help="model FLOPs, forward and backward")
+    flag(
+        "--hardware-flops-per-token", metavar="F", type=float,
+        help="those that the hardware does, recomputation included; gives HFU",
+    )  # fmt: skip
+    flag(
+        "--architecture", metavar="NAME=N,...",
+        help="in place of --flops-per-token, with what the convention needs, as"
+        " layers=118,heads=48,head_dim=256,sequence=2048,parameters=540.35e9; names:"
+        f" {', '.join(NAMES)}",
+    )  # fmt: skip
+    flag("--convention", metavar="NAME", help=f"how to count it: {', '.join(BY_NAME)}")
+    flag(
+        "--tokens-per-second", metavar="T", type=float, required=True,
+        help="of all devices together",
+    )  # fmt: skip
+    flag("--devices", metavar="N", type=int, required=True, help="JAX devices")
+    flag("--device-kind", metavar="K", help='as JAX names it: "TPU v5p", "NVIDIA H100 80GB HBM3"')
+    flag("--peak-flops", metavar="X", type=float, help="peak FLOP/s of one device, in its place")
+    flag("--dtype", metavar="D", default="bfloat16", help="dtype of the matrix products")
+    _json(parser)
 
 
 def _add_drill(commands: Any) -> None:
