@@ -22,7 +22,7 @@ from etils import epath
 from jaxrel.checkpoint import engine, leaves, listing, manifest
 from jaxrel.checkpoint.candidates import Candidates
 from jaxrel.checkpoint.describe import describe
-from jaxrel.checkpoint.errors import DamagedError, SaveFailedError
+from jaxrel.checkpoint.errors import DamagedError, SaveFailedError, may_pass
 from jaxrel.checkpoint.flight import Flight, Landed
 from jaxrel.checkpoint.keeper import Keeper
 from jaxrel.checkpoint.local import LocalTier, Whole
@@ -169,7 +169,8 @@ class Checkpointer:
         try:
             self._orbax.save(self._path(step), args=ocp.args.Composite(**items))
         except OSError as error:
-            raise SaveFailedError(step, f"failed: {error}") from error
+            told = f"failed: {error}"
+            raise SaveFailedError(step, told, may_pass=may_pass(told)) from error
         thread = threading.Thread(target=self._land, name="checkpoint", daemon=True)
         self._flight = Flight(step, thread, description["state_digest"], started)
         thread.start()

@@ -5,13 +5,20 @@ from jaxrel.exit_codes import DataRefusedError, FailedError
 _NAMED = 8
 """Leaves that an error message names before it counts the rest."""
 
+_PASSING = ("Input/output error", "Stale file handle", "Connection timed out", "UNAVAILABLE",
+            "temporarily unavailable", "DEADLINE_EXCEEDED", "ABORTED")  # fmt: skip
+"""In messages of storage whose trouble may pass."""
+
 
 class SaveFailedError(FailedError):
-    """A save that failed or is overdue; `step` says which."""
+    """A save that failed or is overdue; `step` says which.
 
-    def __init__(self, step: int, what: str) -> None:
+    `may_pass` is True where the storage's trouble may pass, so that another try makes sense.
+    """
+
+    def __init__(self, step: int, what: str, *, may_pass: bool = False) -> None:
         super().__init__(f"the save of step {step} {what}")
-        self.step = step
+        self.step, self.may_pass = step, may_pass
 
 
 class DamagedError(DataRefusedError):
@@ -29,6 +36,11 @@ def some(names: list[str]) -> str:
     """The first names, and how many more there are."""
     rest = len(names) - _NAMED
     return "; ".join(names[:_NAMED]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def may_pass(line: str) -> bool:
+    """Whether a message of the storage tells of trouble that may pass."""
+    return any(sign in line for sign in _PASSING)
 
 
 def one_line(error: BaseException) -> str:

@@ -4,7 +4,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from jaxrel.checkpoint.errors import SaveFailedError, one_line
+from jaxrel.checkpoint.errors import SaveFailedError, may_pass, one_line
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ class Flight:
     def landed(self) -> Landed:
         """What the thread made of it, once it is dead. Raises SaveFailedError."""
         if self.error is not None:
-            raise SaveFailedError(self.step, f"failed: {one_line(self.error)}") from self.error
+            line = one_line(self.error)
+            what = f"failed: {line}"
+            raise SaveFailedError(self.step, what, may_pass=may_pass(line)) from self.error
         assert self.committed is not None
         seconds, blocking_s = self.committed - self.started, self.handed_over - self.started
         return Landed(self.step, seconds, blocking_s, self.state_digest)

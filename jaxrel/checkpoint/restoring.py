@@ -15,14 +15,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxrel.checkpoint import leaves, listing, manifest
-from jaxrel.checkpoint.errors import DamagedError, one_line, some
+from jaxrel.checkpoint.errors import DamagedError, may_pass, one_line, some
 from jaxrel.checkpoint.together import together
 from jaxrel.digest import leaf_digests, state_digest
 from jaxrel.exit_codes import DataRefusedError, FailedError
 
-_PASSING = ("Input/output error", "Stale file handle", "Connection timed out", "UNAVAILABLE",
-            "temporarily unavailable", "DEADLINE_EXCEEDED", "ABORTED")  # fmt: skip
-"""In messages of storage whose trouble may pass."""
 _DENIED = ("Permission denied", "PERMISSION_DENIED", "UNAUTHENTICATED")
 _TRIES, _FIRST_PAUSE_S = 4, 0.1
 
@@ -145,7 +142,7 @@ def _read_arrays(
         line = one_line(error)
         if any(sign in line for sign in _DENIED):
             raise FailedError(f"checkpoint {path} cannot be read: {line}") from error
-        passing = any(sign in line for sign in _PASSING)
+        passing = may_pass(line)
         raise DamagedError(f"checkpoint {path} cannot be read: {line}", not passing) from error
     if differing := manifest.differences(leaves.kinds(arrays), leaves.kinds(specs)):
         raise DamagedError(f"checkpoint {path} is corrupt: {some(list(differing.values()))}")
@@ -161,7 +158,7 @@ def _patiently(read: Any) -> Any:
             raise
         except Exception as error:
             line = one_line(error)
-            if trial + 1 == _TRIES or not any(sign in line for sign in _PASSING):
+            if trial + 1 == _TRIES or not may_pass(line):
                 raise
             pause = _FIRST_PAUSE_S * 2**trial
             log.warning("reading a checkpoint: %s; again in %g s", line, pause)

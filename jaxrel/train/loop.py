@@ -5,7 +5,8 @@
 """
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +14,13 @@ import jax
 import numpy as np
 
 from jaxrel.checkpoint.checkpointer import Checkpointer
+from jaxrel.checkpoint.errors import SaveFailedError
 from jaxrel.checkpoint.host_random import capture, derive, restore
 from jaxrel.checkpoint.together import from_everyone, together
 from jaxrel.data.pipeline import Feed, check_fingerprint, merge_states
 from jaxrel.exit_codes import DataRefusedError, DivergedError, PreemptedError
 from jaxrel.plan.auto_interval import LOCAL_SHARE
+from jaxrel.train.again import Again
 from jaxrel.train.cadence import Cadence, Interval
 from jaxrel.train.evaluation import Evaluation
 from jaxrel.train.progress import ProgressLine
@@ -61,6 +64,7 @@ class Trainer:
     """The rate that each update is made with, float32 [steps]."""
     _cadence: Cadence = field(init=False)
     _local_cadence: Cadence | None = None
+    _again: Again = field(default_factory=Again)
 
     def run(self) -> str:
         """Train to the last step and save it. Returns the final state digest.
@@ -85,8 +89,9 @@ class Trainer:
                 if ahead is not None:
                     self._complete(done, ahead)  # so that one step is always under way
                 ahead, done = record, done + 1
-                self.recorder.saves(self.checkpointer, self.checkpointer.check)
-                evaluate, save = self._evaluates(done), self._cadence.due(done)
+                self._look(self.checkpointer.check)
+                evaluate = self._evaluates(done)
+                save = self._cadence.due(done) or self._again.left_s == 0
                 local = not save and self._local_cadence and self._local_cadence.due(done)
                 if evaluate or save or local:  # of a state that is known to be sound
                     self._complete(done, ahead)
@@ -101,7 +106,12 @@ class Trainer:
             if done > saved:
                 digest, saved = self._save(done, state, record, position), done
             self.recorder.phase("checkpoint", done)
-            self.recorder.saves(self.checkpointer, self.checkpointer.wait)
+            self._look(self.checkpointer.wait)
+            while (pause := self._again.left_s) is not None:
+                assert record is not None
+                time.sleep(pause)
+                digest, saved = self._save(done, state, record, position), done
+                self._look(self.checkpointer.wait)
             if done < self.steps:
                 self.recorder.phase("stop", done)
                 what = f"step {saved} is saved" if saved else "no step was complete"
@@ -240,16 +250,42 @@ class Trainer:
     ) -> str:
         """Start the save of a complete step, with all that exact resumption needs.
 
-        Returns the digest of the state.
+        Returns the digest of the state, "" where the save could not begin and will be made again.
         """
         self.recorder.phase("checkpoint", done)
         self.recorder.sync()
         extra = self._extra(done, state, position)
-        self.recorder.saves(self.checkpointer, self.checkpointer.wait)
-        digest = self.checkpointer.save(done, state, extra=extra, words=record.words, metric=metric)
+        self._look(self.checkpointer.wait)
+        self._again.begun()
+        digest = ""
+
+        def begin() -> None:
+            nonlocal digest
+            digest = self.checkpointer.save(
+                done, state, extra=extra, words=record.words, metric=metric
+            )
+
+        self._look(begin)
         self._cadence.saved(done, self.checkpointer.newest_landed)
         self.recorder.phase("train", done)
         return digest
+
+    def _look(self, look: Callable[[], None]) -> None:
+        """Take note of what became of a save, and bear a failure that may pass.
+
+        Not in a job of several processes: the others learn of it at the deadline alone, so there
+        the attempt ends and the next one goes on from the checkpoint before.
+        """
+        newest = self.checkpointer.newest_landed
+        try:
+            self.recorder.saves(self.checkpointer, look)
+        except SaveFailedError as error:
+            pause = self._again.failed(error) if jax.process_count() == 1 else None
+            if pause is None:
+                raise
+            self.progress.note(f"{error}; saving again in {pause:g} s")
+        if self.checkpointer.newest_landed is not newest:
+            self._again.landed()
 
     def _save_locally(
         self, done: int, state: TrainState, record: StepRecord, position: Any
