@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from jaxrel.checkpoint import local_files
 from jaxrel.checkpoint.errors import DamagedError
 from jaxrel.checkpoint.flight import Landed
-from jaxrel.checkpoint.local_files import LocalFile, Piece, readable
+from jaxrel.checkpoint.local_files import Piece
 from jaxrel.checkpoint.pieces import Kept, Plan, bounds, moved, overlap, plan
 from jaxrel.checkpoint.together import agreed, from_everyone, together
 
@@ -129,13 +129,12 @@ class LocalTier:
         processes, where none can.
         """
         files = [f for f in local_files.scan(self.directory) if f.save == whole.save]
-        reader = _Reader(whole, files)
-        wanted = {path: spec for path, spec in specs.items() if spec.size}
-        lacking = together(lambda: reader.lacking(wanted))
-        missing = {number for row in from_everyone(lacking) for number in row}
-        arrays = {path: reader.array(path, spec, missing) for path, spec in wanted.items()}
-        together(reader.check)
-        return arrays
+        with local_files.Blocks(files) as blocks:
+            reader = together(lambda: _Reader(whole, blocks, specs))
+            missing = {number for row in from_everyone(reader.lacking) for number in row}
+            for number in sorted(missing):
+                reader.exchange(number)
+        return reader.arrays()
 
     def forget(self, *, before: int | None = None, after: int | None = None) -> None:
         """Delete the files of steps below `before` and above `after`: they are never taken again.
@@ -158,74 +157,62 @@ class LocalTier:
 
 
 class _Reader:
-    """The pieces of one step, from this process's files or another's."""
+    """The blocks that this process's devices want of one step, put together from its pieces."""
 
-    def __init__(self, whole: Whole, files: list[LocalFile]) -> None:
-        self.whole = whole
-        self._files: dict[int, list[LocalFile]] = {}
-        for file in files:
-            for number in file.held:
-                self._files.setdefault(number, []).append(file)
-        self._numbers: dict[str, list[int]] = {}
+    def __init__(
+        self,
+        whole: Whole,
+        blocks: local_files.Blocks,
+        specs: Mapping[str, jax.ShapeDtypeStruct],
+    ) -> None:
+        """Reads what is on this host; `lacking` are the numbers of the pieces that are not."""
+        self._whole, self._blocks = whole, blocks
+        self._specs = {path: spec for path, spec in specs.items() if spec.size}
+        self._shards = {
+            path: {shard: np.empty(_shape(*shard), spec.dtype) for shard in _shards(spec)}
+            for path, spec in self._specs.items()
+        }
+        self.lacking: list[int] = []
         for number, piece in enumerate(whole.pieces):
-            self._numbers.setdefault(piece.path, []).append(number)
-        self._unread: list[str] = []
-
-    def lacking(self, specs: Mapping[str, jax.ShapeDtypeStruct]) -> list[int]:
-        """Numbers of the pieces that this process's devices need and that it cannot read."""
-        return [
-            number
-            for path, spec in specs.items()
-            for number in self._numbers.get(path, [])
-            if any(overlap(*shard, self.whole.pieces[number]) for shard in _shards(spec))
-            and self._block(number, spec.dtype) is None
-        ]
-
-    def array(self, path: str, spec: jax.ShapeDtypeStruct, missing: set[int]) -> jax.Array:
-        """A leaf on its devices; collective where a piece of it is `missing` somewhere."""
-        shards = {shard: np.empty(_shape(*shard), spec.dtype) for shard in _shards(spec)}
-        for number in self._numbers.get(path, []):
-            piece = self.whole.pieces[number]
-            needed = {shard: both for shard in shards if (both := overlap(*shard, piece))}
-            block = None
-            if number in missing:
-                block = self._shared(number, spec.dtype)
-            elif needed:
-                block = self._block(number, spec.dtype)
-            for shard, (here, there) in needed.items():
-                if block is None:  # read a moment ago, and no more
-                    self._unread.append(path)
+            if self._wants(piece):
+                block = blocks.read(number)
+                if block is None:
+                    self.lacking.append(number)
                 else:
-                    shards[shard][here] = block[there]
+                    self._fill(piece, block)
+
+    def exchange(self, number: int) -> None:
+        """Take a piece from the first process that can read it. Collective."""
+        piece, block = self._whole.pieces[number], self._blocks.read(number)
+        readers = from_everyone(None if block is None else len(block))
+        first = next((rank for rank, size in enumerate(readers) if size is not None), None)
+        if first is None:
+            where = f"local checkpoint of step {self._whole.step}"
+            raise DamagedError(f"{where}: a part of {piece.path} is on no disk, or damaged")
+        mine = block if first == jax.process_index() else np.zeros(readers[first], np.uint8)
+        sent = multihost_utils.broadcast_one_to_all(mine, is_source=first == jax.process_index())
+        if self._wants(piece):
+            self._fill(piece, np.asarray(sent))
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """The leaves on their devices; what was put together is let go on the way."""
+        return {path: self._array(path, spec) for path, spec in self._specs.items()}
+
+    def _array(self, path: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
+        shards = self._shards.pop(path)
         return jax.make_array_from_callback(
             spec.shape, spec.sharding, lambda index: shards[bounds(index, spec.shape)]
         )
 
-    def check(self) -> None:
-        """Raise DamagedError where a piece could not be read after all."""
-        if self._unread:
-            raise DamagedError(f"local {self.whole.step} cannot be read: {self._unread[0]}", False)
+    def _wants(self, piece: Piece) -> bool:
+        return any(overlap(*shard, piece) for shard in self._shards.get(piece.path, ()))
 
-    def _block(self, number: int, dtype: Any) -> np.ndarray | None:
-        for file in self._files.get(number, []):
-            if (block := readable(file, number, dtype)) is not None:
-                return block
-        return None
-
-    def _shared(self, number: int, dtype: Any) -> np.ndarray:
-        """A piece from the first process that can read it, on all."""
-        piece, block = self.whole.pieces[number], self._block(number, dtype)
-        readers = from_everyone(block is not None)
-        if True not in readers:
-            where = f"local checkpoint of step {self.whole.step}"
-            raise DamagedError(f"{where}: a part of {piece.path} is on no disk, or damaged")
-        if block is None:
-            block = np.zeros(piece.shape, dtype)
-        sent = multihost_utils.broadcast_one_to_all(
-            np.ascontiguousarray(block).reshape(-1).view(np.uint8),
-            is_source=jax.process_index() == readers.index(True),
-        )
-        return np.asarray(sent).view(dtype).reshape(piece.shape)
+    def _fill(self, piece: Piece, data: np.ndarray) -> None:
+        block = data.view(self._specs[piece.path].dtype).reshape(piece.shape)
+        for shard, values in self._shards[piece.path].items():
+            if both := overlap(*shard, piece):
+                here, there = both
+                values[here] = block[there]
 
 
 def hosts_of(directory: Path) -> list[int]:

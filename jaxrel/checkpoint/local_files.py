@@ -9,6 +9,7 @@ name, and every member has the checksum of the zip format; the steps of a whole 
 files of several processes, and may be complete though a host is gone.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -17,10 +18,10 @@ import secrets
 import socket
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -66,12 +67,6 @@ class LocalFile:
     def save(self) -> str:
         """The same for the files of one save, and for no others."""
         return f"{self.step} {self.manifest['checksum']} {len(self.pieces)}"
-
-    def block(self, number: int, dtype: Any) -> np.ndarray:
-        """A piece that this file holds. Raises what a damaged file raises, see `readable`."""
-        with np.load(self.file, allow_pickle=False) as members:
-            data = members[str(number)]
-        return data.view(dtype).reshape(self.pieces[number].shape)
 
 
 def write(
@@ -135,11 +130,29 @@ def whole_steps(files: Iterable[LocalFile]) -> dict[str, tuple[LocalFile, bool]]
     }
 
 
-def readable(file: LocalFile, number: int, dtype: Any) -> np.ndarray | None:
-    """The block, or None where it is damaged or gone."""
-    try:
-        return file.block(number, dtype)
-    except _BROKEN:
+class Blocks:
+    """The pieces in some files of one save; opens each file once."""
+
+    def __init__(self, files: Sequence[LocalFile]) -> None:
+        self._opened = contextlib.ExitStack()
+        self._members: dict[int, list[Any]] = {}
+        for file in files:
+            with contextlib.suppress(*_BROKEN):
+                members = self._opened.enter_context(np.load(file.file, allow_pickle=False))
+                for number in file.held:
+                    self._members.setdefault(number, []).append(members)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def read(self, number: int) -> np.ndarray | None:
+        """The bytes of a piece, from the first file that gives them undamaged, or None."""
+        for members in self._members.get(number, []):
+            with contextlib.suppress(*_BROKEN):
+                return members[str(number)]
         return None
 
 

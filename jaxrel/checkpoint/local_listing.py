@@ -6,7 +6,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (names bfloat16 and its kin to NumPy)
 import numpy as np
 
-from jaxrel.checkpoint.local_files import LocalFile, readable, scan, whole_steps
+from jaxrel.checkpoint.local_files import Blocks, LocalFile, scan, whole_steps
 from jaxrel.digest_host import as_hex, combine, kind, leaf_words
 
 
@@ -50,14 +50,15 @@ def _bad_leaves(files: list[LocalFile]) -> list[str]:
         shapes[piece.path] = [max(a, b) for a, b in zip(so_far, piece.stop, strict=True)]
     words = {path: np.zeros(2, np.uint32) for path in described["leaves"]}
     bad = set()
-    for number, piece in enumerate(pieces):
-        leaf = described["leaves"][piece.path]
-        dtype = np.dtype("uint32" if "key_impl" in leaf else leaf["dtype"])
-        blocks = (readable(f, number, dtype) for f in files if number in f.held)
-        block = next((b for b in blocks if b is not None), None)
-        if block is None:
-            bad.add(piece.path)
-        else:
+    with Blocks(files) as blocks:
+        for number, piece in enumerate(pieces):
+            leaf = described["leaves"][piece.path]
+            dtype = np.dtype("uint32" if "key_impl" in leaf else leaf["dtype"])
+            block = blocks.read(number)
+            if block is None:
+                bad.add(piece.path)
+                continue
+            block = block.view(dtype).reshape(piece.shape)
             words[piece.path] += leaf_words(block, piece.start, shapes[piece.path])
     digests = {path: as_hex(total) for path, total in words.items()}
     leaves = described["leaves"]

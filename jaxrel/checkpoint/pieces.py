@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
@@ -133,7 +132,7 @@ def _to_next_host(mesh: Mesh, hosts: Sequence[int]) -> dict[Any, Any]:
 @lru_cache(maxsize=2)
 def _move(mesh: Mesh, specs: tuple[Any, ...], permutation: tuple[tuple[int, int], ...]) -> Any:
     def move(shards: list[jax.Array]) -> list[jax.Array]:
-        return [_permuted(x, mesh.axis_names, permutation) for x in shards]
+        return [lax.ppermute(x, mesh.axis_names, permutation) for x in shards]
 
     # Each device keeps its own result, also of what is replicated.
     return jax.jit(
@@ -141,11 +140,6 @@ def _move(mesh: Mesh, specs: tuple[Any, ...], permutation: tuple[tuple[int, int]
             move, mesh=mesh, in_specs=(list(specs),), out_specs=list(specs), check_vma=False
         )
     )
-
-
-def _permuted(x: jax.Array, axes: Any, permutation: Any) -> jax.Array:
-    bits = x.astype(np.uint8) if x.dtype == np.bool_ else x
-    return lax.ppermute(bits, axes, permutation).astype(x.dtype)
 
 
 def _mesh(array: jax.Array) -> Mesh | None:

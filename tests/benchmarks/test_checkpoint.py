@@ -1,6 +1,7 @@
 """The benchmark of checkpoints compares equal work, and does not claim what it cannot."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import checkpoint, checkpoint_arms, checkpoint_memory
+from benchmarks import checkpoint, checkpoint_arms, checkpoint_memory, local_tier
 from benchmarks.checkpoint import FIGURES, SELDOM, SELDOM_ROUNDS, TASKS
 from benchmarks.checkpoint_arms import (
     AGAIN,
@@ -288,3 +289,14 @@ def test_the_result_holds_every_figure_and_both_kinds_stay(
     again = json.loads(out.read_text())
     assert again["comparison"] == found, "the other kind stays"
     assert (again["growth"]["saves"], again["growth"]["state_mb"]) == (20, 50.0)
+
+
+def test_the_local_tiers_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "local.json"
+    argv = ["x", "--quick", "--local", str(tmp_path), "--durable", str(tmp_path), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", argv)
+    local_tier.main()
+    found = json.loads(out.read_text())
+    assert set(found["ratios"]) == {"blocking_s", "complete_s", "restore_s"}
+    assert len(found["rounds"]) == 2
+    assert all(set(one) == {"durable", "local", "local again"} for one in found["rounds"])
