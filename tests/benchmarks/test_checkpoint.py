@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import checkpoint, checkpoint_arms, checkpoint_memory, local_tier
+from benchmarks import checkpoint, checkpoint_arms, checkpoint_memory, local_tier, resume_memory
 from benchmarks.checkpoint import FIGURES, SELDOM, SELDOM_ROUNDS, TASKS
 from benchmarks.checkpoint_arms import (
     AGAIN,
@@ -300,3 +300,13 @@ def test_the_local_tiers_benchmark_runs(tmp_path: Path, monkeypatch: pytest.Monk
     assert set(found["ratios"]) == {"blocking_s", "complete_s", "restore_s"}
     assert len(found["rounds"]) == 2
     assert all(set(one) == {"durable", "local", "local again"} for one in found["rounds"])
+
+
+@pytest.mark.slow
+def test_a_resume_is_measured_beside_a_cold_start() -> None:
+    found = resume_memory.compare(resume_memory.QUICK, 1)
+    (one,) = found["rounds"]
+    assert min(one.values()) > 100, "MB: JAX alone takes more"
+    assert found["ratios"] == [one["resumed_mb"] / one["cold_mb"]]
+    assert (found["verdict"] == "met") == (found["ratios"][0] <= resume_memory.BAR)
+    assert found["checkpoint_bytes"] > 0
