@@ -196,6 +196,15 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ThroughputConfig:
+    """How the use of the machine is measured."""
+
+    peak_flops: float | Literal["measured"] | None = None
+    """Peak FLOP/s of one JAX device, for MFU; null takes it from the table of devices, and
+    `measured` times matrix products at the start, for CPUs and devices that are not in it."""
+
+
+@dataclass(frozen=True)
 class ChaosConfig:
     """Faults on purpose, to see that a run survives them; by default none."""
 
@@ -220,6 +229,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
 
     def checkpoint_dir(self) -> str:
@@ -305,6 +315,9 @@ def _ranges(c: Config) -> Rules:
         yield key, not 0 <= _lookup(c, key) < 1, "expected a number in [0, 1)"
     for name, step in asdict(c.chaos).items():
         yield f"chaos.{name}", step is not None and step < 1, "expected at least 1, or null"
+    peak = c.throughput.peak_flops
+    wrong = isinstance(peak, float) and not 0 < peak < math.inf
+    yield "throughput.peak_flops", wrong, "expected FLOP/s of one device, measured, or null"
     fraction = c.optimizer.final_fraction
     yield "optimizer.final_fraction", not 0 <= fraction <= 1, "expected a number in [0, 1]"
     yield "run.seed", not 0 <= c.run.seed < 2**32, "expected a whole number in [0, 2**32)"

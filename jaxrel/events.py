@@ -142,6 +142,39 @@ class StepCompleted:
     """evaluating,"""
     checks_s: float = 0.0
     """checking. The rest is the step itself."""
+    step_s: float | None = None
+    """What the step took, without saves and evaluations: the wait for data and the four below."""
+    dispatch_s: float = 0.0
+    """Of that: starting the step, with idle devices,"""
+    compute_s: float = 0.0
+    """the devices' own time, exposed communication apart,"""
+    communication_s: float = 0.0
+    """collectives that no computation covered,"""
+    other_s: float = 0.0
+    """the loop itself, with idle devices."""
+    mfu: float | None = None
+    """Model FLOPs utilisation, 0 to 1; None where FLOPs or peak are not known."""
+    hfu: float | None = None
+
+
+@dataclass(frozen=True)
+class MeterStarted:
+    """What MFU and HFU mean in the steps of this attempt."""
+
+    definition: str
+    peak_flops: float | None
+    model_flops: float | None
+    """Of one step, on all devices."""
+    hardware_flops: float | None
+
+
+@dataclass(frozen=True)
+class ThroughputDrifted:
+    """Steps take longer than they did, and have for a while."""
+
+    step: int
+    before_s: float
+    now_s: float
 
 
 @dataclass(frozen=True)
@@ -221,6 +254,10 @@ class Finished:
 
     step: int
     state_digest: str
+    tokens: int | None = None
+    """Trained on in the whole run, each counted once whatever was lost and done again."""
+    attempt_tokens: int | None = None
+    """Of these, in the attempt that completed it."""
 
 
 @dataclass(frozen=True)
@@ -251,9 +288,9 @@ class Unknown:
 
 Event = (
     JobStarted | AttemptStarted | FailureDetected | GangDead | AttemptEnded | JobEnded
-    | WorkerStarted | PhaseBegan | Resumed | StepCompleted | Evaluated | CheckpointSaved
-    | LocalSaved | CheckpointFailed | CheckpointRefused | IntervalPlanned | Finished | WorkerFailed
-    | RecordsLost | Unknown
+    | WorkerStarted | PhaseBegan | Resumed | MeterStarted | StepCompleted | ThroughputDrifted
+    | Evaluated | CheckpointSaved | LocalSaved | CheckpointFailed | CheckpointRefused
+    | IntervalPlanned | Finished | WorkerFailed | RecordsLost | Unknown
 )  # fmt: skip
 
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}

@@ -119,7 +119,10 @@ class TensorBoard:
 
 
 def _of_step(event: StepCompleted, took: float | None, stalled: float) -> Iterator[Any]:
-    tokens = None if event.tokens is None or not took else event.tokens / took
+    step_s = event.step_s  # measured by the loop itself, where it has a meter
+    if step_s is None and took is not None:
+        step_s = max(0.0, took - stalled)
+    tokens = None if event.tokens is None or not step_s else event.tokens / step_s
     yield from _scalars(
         {
             "train/loss": event.loss,
@@ -127,7 +130,9 @@ def _of_step(event: StepCompleted, took: float | None, stalled: float) -> Iterat
             "train/learning_rate": event.learning_rate,
             "throughput/tokens_per_second": tokens,
             # Without what held the loop up: evaluation and saves are no part of a step.
-            "throughput/step_s": None if took is None else max(0.0, took - stalled),
+            "throughput/step_s": step_s,
+            "throughput/mfu": event.mfu,
+            "throughput/hfu": event.hfu,
         }
     )
     for name in ("loss", "grad_norm"):

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -18,8 +18,13 @@ from jaxrel.checkpoint.errors import SaveFailedError
 from jaxrel.checkpoint.host_random import capture, derive, restore
 from jaxrel.checkpoint.together import from_everyone, together
 from jaxrel.data.pipeline import Feed, check_fingerprint, merge_states
+from jaxrel.events import Phase
 from jaxrel.exit_codes import DataRefusedError, DivergedError, PreemptedError
 from jaxrel.plan.auto_interval import LOCAL_SHARE
+from jaxrel.plan.peaks import Peak
+from jaxrel.throughput.meter import StepFlops, ThroughputMeter, counted_later
+from jaxrel.throughput.step_flops import step_flops
+from jaxrel.throughput.timer import Part
 from jaxrel.train.again import Again
 from jaxrel.train.cadence import Cadence, Interval
 from jaxrel.train.evaluation import Evaluation
@@ -28,6 +33,10 @@ from jaxrel.train.recorder import SUPERVISED, Recorder, Timer
 from jaxrel.train.state import TrainState, overflowed
 from jaxrel.train.step import StepRecord, TrainStep
 from jaxrel.train.stop import StopSignal
+
+
+def _no_meter() -> ThroughputMeter:
+    return ThroughputMeter(None, 1, Peak(None, "unknown"))
 
 
 @dataclass
@@ -62,6 +71,8 @@ class Trainer:
     """Failures of the run before this start and the job time in which they came, for `auto`."""
     learning_rates: np.ndarray | None = None
     """The rate that each update is made with, float32 [steps]."""
+    meter: ThroughputMeter = field(default_factory=_no_meter)
+    """What measures the steps; by default without tokens and peak."""
     _cadence: Cadence = field(init=False)
     _local_cadence: Cadence | None = None
     _again: Again = field(default_factory=Again)
@@ -75,7 +86,7 @@ class Trainer:
         """
         with self.checkpointer, self.stop, self.progress:
             state, done, digest, position = self._begin()
-            saved, ahead, step = done, None, None
+            saved, ahead, step, counting = done, None, None, None
             self._plan_saves(done)
             while done < self.steps and not self.stop.asked(done):
                 batch = self._next_batch(done, ahead)
@@ -84,10 +95,11 @@ class Trainer:
                 position = self.feed.get_state()
                 placed = self.step.layout.place(batch)
                 step = step or self._compile(placed, done)
-                self.recorder.at("step", done - (ahead is not None), done)
+                self._turn_to("dispatch", done, ahead)
                 state, record = step(state, placed)  # not awaited
                 if ahead is not None:
                     self._complete(done, ahead)  # so that one step is always under way
+                    counting = counting or self._count(step, placed)
                 ahead, done = record, done + 1
                 self._look(self.checkpointer.check)
                 evaluate = self._evaluates(done)
@@ -105,7 +117,7 @@ class Trainer:
                 self._complete(done, ahead)
             if done > saved:
                 digest, saved = self._save(done, state, record, position), done
-            self.recorder.phase("checkpoint", done)
+            self._phase("checkpoint", done)
             self._look(self.checkpointer.wait)
             while (pause := self._again.left_s) is not None:
                 assert record is not None
@@ -113,12 +125,14 @@ class Trainer:
                 digest, saved = self._save(done, state, record, position), done
                 self._look(self.checkpointer.wait)
             if done < self.steps:
-                self.recorder.phase("stop", done)
+                self._phase("stop", done)
                 what = f"step {saved} is saved" if saved else "no step was complete"
                 raise PreemptedError(f"asked to stop: {what}; start again to go on")
             self.recorder.saves(self.checkpointer, lambda: together(self.checkpointer.settle))
-            self.recorder.phase("stop", done)
-            self.recorder.finished(done, digest)
+            if counting is not None:
+                counting()
+            self._phase("stop", done)
+            self.recorder.finished(done, digest, self.meter)
             return digest
 
     def check_resume(self) -> int | None:
@@ -160,6 +174,7 @@ class Trainer:
             together(lambda: self._check(found["step"], extra))
             position = extra["position"]
             self.feed.start(latest, position)
+            self.meter.restore(extra.get("meter") or {"steps": latest, "tokens": 0})
             how = restore(extra["host_random"], seed=self.seed, step=latest)
             note = (
                 "" if how == "restored" else "; host random states derived for this process count"
@@ -194,31 +209,66 @@ class Trainer:
             self.recorder.refused(self.checkpointer)
 
     def _next_batch(self, done: int, ahead: StepRecord | None) -> Any:
-        """The next batch, None when asked to stop; a wait that left the devices idle is told."""
-        self.recorder.at("data", done - (ahead is not None), done)
-        with Timer() as waited:
-            batch = self.stop.unless_asked(self.feed.__next__)
-        if ahead is None or _is_ready(ahead.loss):
-            self.recorder.starved(waited.seconds)
-        return batch
+        """The next batch, None when asked to stop."""
+        self._turn_to("data", done, ahead)
+        return self.stop.unless_asked(self.feed.__next__)
+
+    def _turn_to(self, part: Literal["data", "dispatch"], done: int, ahead: Any) -> None:
+        """Say what the loop is at now; the devices may still be at work on the step `ahead`."""
+        place = "data" if part == "data" else "step"
+        self.recorder.at(place, done - (ahead is not None), done)
+        self.meter.timer.turn_to(part, busy=ahead is not None and not _is_ready(ahead.loss))
+
+    def _phase(self, phase: Phase, done: int) -> None:
+        """The same, for what is no part of a step."""
+        self.recorder.phase(phase, done)
+        known: dict[str, Part] = {"checkpoint": "checkpoint", "train": "other"}
+        self.meter.timer.turn_to(known.get(phase, "excluded"))
 
     def _compile(self, placed: Any, done: int) -> TrainStep:
-        self.recorder.phase("compile", done)
+        self._phase("compile", done)
         self.progress.note("compiling")
         step = self.step.compiled(placed)
-        self.recorder.phase("train", done)
+        self._phase("train", done)
+        self.meter.timer.completed()  # what came before is no step's
+        if self.meter.peak.flops is None:
+            told = f"MFU is {self.meter.peak.source}"
+            self.progress.note(f"{told}; give throughput.peak_flops a number, or measured")
         return step
+
+    def _count(self, step: TrainStep, placed: Any) -> Callable[[], None]:
+        """Have the FLOPs of a step counted beside the loop, where they would be of use."""
+        if self.meter.peak.flops is None:
+            return lambda: None
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), placed)
+
+        def count() -> StepFlops:
+            state = self.step.abstract_state
+            return step_flops(self.step.jitted, state, batch, compiled=step.jitted)
+
+        return counted_later(count, self.meter)
 
     def _complete(self, done: int, record: StepRecord) -> None:
         """Wait for a step, tell it, and refuse to go on from what is not finite."""
         self.recorder.at("wait", done - 1, done)
+        self.meter.timer.turn_to("compute", busy=not _is_ready(record.loss))
         record = jax.device_get(record)  # waits; all of it in one go
+        throughput = self.meter.completed()
         refuse_what_is_not_finite(done, record, self.step.abstract_state)
         loss, norm = float(record.loss), float(record.grad_norm)
         rate = None if self.learning_rates is None else float(self.learning_rates[done - 1])
         groups = {"loss": record.group_loss, "grad_norm": record.group_grad_norm}
-        self.recorder.step(done, loss, norm, learning_rate=rate, tokens=self.tokens, groups=groups)
-        self.progress.step(done, loss, norm)
+        self.recorder.metered(self.meter)
+        self.recorder.step(
+            done,
+            loss,
+            norm,
+            learning_rate=rate,
+            tokens=self.tokens,
+            groups=groups,
+            throughput=throughput,
+        )
+        self.progress.step(done, loss, norm, throughput.mfu)
         self.checkpointer.healthy(done)
         self._cadence.completed()
         if self._local_cadence:
@@ -232,11 +282,11 @@ class Trainer:
     def _evaluate(self, done: int, state: TrainState) -> float:
         """Before the save of the same step, so that what is saved was evaluated, once."""
         assert self.evaluation is not None
-        self.recorder.phase("evaluation", done)
+        self._phase("evaluation", done)
         with Timer() as took:
             loss, rows = self.evaluation.loss(self.step, state.params)
         self.recorder.evaluated(done, loss, rows, took.seconds)
-        self.recorder.phase("train", done)
+        self._phase("train", done)
         self.progress.note(f"step {done}: held-out loss {loss:.4f} over {rows} rows")
         return loss
 
@@ -252,7 +302,7 @@ class Trainer:
 
         Returns the digest of the state, "" where the save could not begin and will be made again.
         """
-        self.recorder.phase("checkpoint", done)
+        self._phase("checkpoint", done)
         self.recorder.sync()
         extra = self._extra(done, state, position)
         self._look(self.checkpointer.wait)
@@ -267,7 +317,7 @@ class Trainer:
 
         self._look(begin)
         self._cadence.saved(done, self.checkpointer.newest_landed)
-        self.recorder.phase("train", done)
+        self._phase("train", done)
         return digest
 
     def _look(self, look: Callable[[], None]) -> None:
@@ -291,13 +341,13 @@ class Trainer:
         self, done: int, state: TrainState, record: StepRecord, position: Any
     ) -> None:
         """The same for the local tier, where a failure changes nothing."""
-        self.recorder.phase("checkpoint", done)
+        self._phase("checkpoint", done)
         self.recorder.sync()
         local, extra = self.checkpointer.local, self._extra(done, state, position)
         assert local is not None and self._local_cadence is not None
         self.checkpointer.save_local(done, state, extra=extra, words=record.words)
         self._local_cadence.saved(done, local.newest)
-        self.recorder.phase("train", done)
+        self._phase("train", done)
 
     def _extra(self, done: int, state: TrainState, position: Any) -> dict[str, Any]:
         """What belongs to the state besides its arrays."""
@@ -308,6 +358,7 @@ class Trainer:
             "fingerprint": self.feed.fingerprint,
             "position": merge_states(from_everyone(position)),
             "host_random": capture(),
+            "meter": self.meter.state(),
         }
 
 

@@ -67,24 +67,26 @@ class ProgressLine:
         with contextlib.suppress(OSError):  # a full disk is no reason to stop training
             self.console.print(text, markup=False)
 
-    def step(self, done: int, loss: float, grad_norm: float) -> None:
+    def step(self, done: int, loss: float, grad_norm: float, mfu: float | None = None) -> None:
         """Step `done` is complete."""
         self._times.append((done, self.clock()))
-        text = f"loss {loss:.4f}  grad norm {grad_norm:.3f}{self._rate(done)}"
+        share = "" if mfu is None else f"  MFU {mfu:.1%}"
+        text = f"loss {loss:.4f}  grad norm {grad_norm:.3f}{self._rate(done, share)}"
         if self.console.is_terminal:
             with contextlib.suppress(OSError):
                 self._bar.update(self._task, completed=done, text=text)
         elif done % self.every == 0 or done == self.total or len(self._times) == 1:
             self.note(f"step {done}/{self.total}  {text}")
 
-    def _rate(self, done: int) -> str:
+    def _rate(self, done: int, share: str) -> str:
         (first, began), (last, now) = self._times[0], self._times[-1]
         if last == first or now <= began:
             return ""
         per_step = (now - began) / (last - first)
         tokens = f"  {self.tokens / per_step:,.0f} tokens/s" if self.tokens else ""
         return (
-            f"{tokens}  {per_step * 1e3:.0f} ms/step  {_clock((self.total - done) * per_step)} left"
+            f"{tokens}{share}  {per_step * 1e3:.0f} ms/step"
+            f"  {_clock((self.total - done) * per_step)} left"
         )
 
 

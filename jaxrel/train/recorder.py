@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -26,11 +27,13 @@ from jaxrel.events import (
     Event,
     Finished,
     LocalSaved,
+    MeterStarted,
     Phase,
     PhaseBegan,
     RecordsLost,
     Resumed,
     StepCompleted,
+    ThroughputDrifted,
     WorkerFailed,
     WorkerStarted,
 )
@@ -39,6 +42,7 @@ from jaxrel.heartbeat import Heartbeat
 from jaxrel.ledger import Ledger
 from jaxrel.ledger.reader import highest_attempt
 from jaxrel.report.tensorboard import TensorBoard
+from jaxrel.throughput.meter import UNKNOWN, Throughput, ThroughputMeter
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +81,7 @@ class Recorder:
         self._ledger: Ledger | None = None
         self._early: list[tuple[float, Event]] = []
         self._process, self._processes = 0, 1
-        self._data_s = 0.0
+        self._flops = UNKNOWN
 
     def begin(
         self,
@@ -138,16 +142,11 @@ class Recorder:
     def phase(self, phase: Phase, completed: int | None = None) -> None:
         """From here on this process is at `phase`."""
         self.write(PhaseBegan(phase))
-        self._data_s = 0.0
         self.heartbeat.beat("data" if phase == "train" else phase, completed, completed)
 
     def at(self, place: str, completed: int, dispatched: int) -> None:
         """Where in the loop the process is: data, step or wait."""
         self.heartbeat.beat(place, completed, dispatched)
-
-    def starved(self, seconds: float) -> None:
-        """The devices were idle while the process waited for a batch."""
-        self._data_s += seconds
 
     def resumed(self, step: int, degrees: dict[str, int], digest: str | None) -> None:
         """The state is ready; `step` updates are complete."""
@@ -162,14 +161,24 @@ class Recorder:
         learning_rate: float | None = None,
         tokens: int | None = None,
         groups: dict[str, Any] | None = None,
+        throughput: Throughput | None = None,
     ) -> None:
         """Update `step` is complete. `groups` has per-group arrays [G] by name."""
-        data_s, self._data_s = round(self._data_s, 6), 0.0
-        if self._process == 0:
-            told = {name: digest_of(values, step) for name, values in (groups or {}).items()}
-            self.write(
-                StepCompleted(step, loss, grad_norm, learning_rate, tokens, told, data_s=data_s)
-            )
+        if self._process != 0:
+            return
+        told = {name: digest_of(values, step) for name, values in (groups or {}).items()}
+        event = StepCompleted(step, loss, grad_norm, learning_rate, tokens, told)
+        if throughput is not None:
+            event = replace(event, **_timed(throughput))
+        self.write(event)
+        if throughput is not None and (drifted := throughput.drifted):
+            self.write(ThroughputDrifted(step, drifted.before_s, drifted.now_s))
+
+    def metered(self, meter: ThroughputMeter) -> None:
+        """What MFU means from here on, where that is not on record yet."""
+        if self._process == 0 and meter.flops is not self._flops:
+            self._flops, peak, flops = meter.flops, meter.peak.flops, meter.flops
+            self.write(MeterStarted(meter.definition, peak, flops.model, flops.hardware))
 
     def evaluated(self, step: int, loss: float, rows: int, seconds: float) -> None:
         """The held-out loss after `step` updates."""
@@ -206,9 +215,12 @@ class Recorder:
         if self._process == 0:
             self.write(event)
 
-    def finished(self, step: int, digest: str) -> None:
+    def finished(self, step: int, digest: str, meter: ThroughputMeter | None = None) -> None:
         """The run is complete."""
-        self.write(Finished(step, digest))
+        total = attempt = None
+        if meter is not None and meter.tokens:
+            total, attempt = meter.state()["tokens"], meter.attempt_steps * meter.tokens
+        self.write(Finished(step, digest, total, attempt))
         self.sync()
 
     def done(self) -> None:
@@ -233,6 +245,14 @@ def begin_together(recorder: Recorder, run_dir: str | os.PathLike[str]) -> None:
     process, processes = jax.process_index(), jax.process_count()
     sinks = [TensorBoard(Path(run_dir, "tensorboard"))]
     together(lambda: recorder.begin(run_dir, process, processes, attempt, sinks))
+
+
+def _timed(throughput: Throughput) -> dict[str, float | None]:
+    """Fields of `StepCompleted`, in microseconds' precision."""
+    parts = throughput.parts
+    names = ("step_s", "data_s", "dispatch_s", "compute_s", "communication_s", "other_s")
+    seconds = {name: round(getattr(parts, name), 6) for name in names}
+    return {**seconds, "mfu": throughput.mfu, "hfu": throughput.hfu}
 
 
 def digest_of(values: Any, step: int) -> Any:

@@ -5,7 +5,7 @@ Everything that can be refused is refused before anything is compiled or written
 
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrel.checkpoint import Checkpointer, local_files
 from jaxrel.checkpoint.shared import check_shared
-from jaxrel.checkpoint.together import agreed, together
+from jaxrel.checkpoint.together import agreed, from_everyone, together
 from jaxrel.config import BatchConfig, ChaosConfig, Config, check, fingerprint
 from jaxrel.data.corpus import standard_library_corpus
 from jaxrel.data.held_out import HeldOut
@@ -25,6 +25,8 @@ from jaxrel.ledger.summary import report
 from jaxrel.mesh.build import build_mesh, degrees, refit
 from jaxrel.mesh.compile_cache import use_compile_cache
 from jaxrel.mesh.join import fix_cpu_threads, joined, use_cpu_devices
+from jaxrel.plan import peaks
+from jaxrel.plan.peaks import Peak
 from jaxrel.provenance import (
     changes,
     check_run,
@@ -33,6 +35,8 @@ from jaxrel.provenance import (
     write_run_files,
 )
 from jaxrel.run_lock import claim
+from jaxrel.throughput.meter import ThroughputMeter
+from jaxrel.throughput.peak import device_peak
 from jaxrel.train.evaluation import Evaluation, make_row_losses
 from jaxrel.train.loop import Trainer
 from jaxrel.train.progress import ProgressLine
@@ -105,6 +109,7 @@ def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Reco
             from jaxrel.chaos import install
 
             install(trainer, **asdict(config.chaos))
+        trainer.meter = make_meter(config)
         if task.schedule is not None:
             rates = jax.jit(jax.vmap(task.schedule))(np.arange(config.run.steps))
             trainer.learning_rates = np.asarray(rates)
@@ -175,6 +180,18 @@ def make_trainer(
         recorder=recorder,
         tokens=tokens,
     )
+
+
+def make_meter(config: Config) -> ThroughputMeter:
+    """What measures the steps. Collective: process 0's peak holds for all."""
+    wanted, dtype = config.throughput.peak_flops, config.model.compute_dtype
+    if wanted is None:
+        peak = peaks.peak(jax.devices()[0].device_kind, dtype)
+    else:  # where it is measured, on every host at the same time
+        peak = device_peak(dtype, wanted, jax.local_devices())
+    peak = Peak(*from_everyone(astuple(peak))[0])
+    tokens = config.batch.global_size * config.batch.sequence
+    return ThroughputMeter(tokens, jax.device_count(), peak)
 
 
 def _history(config: Config) -> tuple[int, float]:

@@ -24,6 +24,8 @@ from jaxrel.events import (
 )
 from jaxrel.exit_codes import PreemptedError
 from jaxrel.ledger.reader import read
+from jaxrel.throughput.meter import Throughput
+from jaxrel.throughput.timer import StepParts
 from jaxrel.train.recorder import Recorder, digest_of
 
 
@@ -46,6 +48,11 @@ def said(path: Path) -> tuple[str, int, int]:
 
 
 @pytest.mark.core
+def timed(data_s: float) -> Throughput:
+    parts = StepParts(data_s + 2.0, data_s, 0.5, 1.0, 0.25, 0.0, 0.25)
+    return Throughput(parts, None, 0.5, None, None)
+
+
 def test_a_life(tmp_path: Path, beat: Path) -> None:
     run = tmp_path / "run"
     with Recorder() as recorder:
@@ -56,10 +63,10 @@ def test_a_life(tmp_path: Path, beat: Path) -> None:
         recorder.resumed(0, {"data": 4, "fsdp": 2}, None)
         recorder.phase("train", 0)
         recorder.at("data", 0, 0)
-        recorder.starved(1.25)
         recorder.at("wait", 0, 1)
         assert said(beat) == ("wait", 0, 1)
-        recorder.step(1, 2.5, 1.5, groups={"loss": np.array([1.0, np.nan])})
+        groups = {"loss": np.array([1.0, np.nan])}
+        recorder.step(1, 2.5, 1.5, groups=groups, throughput=timed(1.25))
         recorder.step(2, float("nan"), 1.5)
         recorder.finished(2, "ab")
         recorder.done()
@@ -73,6 +80,7 @@ def test_a_life(tmp_path: Path, beat: Path) -> None:
     assert found[3] == Resumed(0, 8, 1, {"data": 4, "fsdp": 2}, None)
     assert found[5].groups == {"loss": [1.0, None]}
     assert (found[5].data_s, found[6].data_s) == (1.25, 0.0)
+    assert (found[5].step_s, found[5].mfu, found[6].step_s) == (3.25, 0.5, None)
     assert (found[5].loss, found[6].loss) == (2.5, None)
     assert {record.attempt for record in read(run).records} == {3}
 
