@@ -73,7 +73,7 @@ class Candidates:
 
     def _sound(self, step: int) -> bool:
         """Whether a checkpoint is what was saved, read back now; else it is condemned."""
-        path = self.directory / str(step)
+        path = listing.folder(self.directory, step)
         try:
             bad = bad_leaves(path)
         except OSError as error:

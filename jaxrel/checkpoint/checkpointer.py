@@ -19,10 +19,10 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxrel.checkpoint import engine, leaves, listing, manifest
+from jaxrel.checkpoint import engine, leaves, listing, manifest, object_store
 from jaxrel.checkpoint.candidates import Candidates
 from jaxrel.checkpoint.describe import describe
-from jaxrel.checkpoint.errors import DamagedError, SaveFailedError, may_pass
+from jaxrel.checkpoint.errors import DamagedError, SaveFailedError, may_pass, one_line
 from jaxrel.checkpoint.flight import Flight, Landed
 from jaxrel.checkpoint.keeper import Keeper
 from jaxrel.checkpoint.local import LocalTier, Whole
@@ -51,7 +51,8 @@ class Checkpointer:
     in whatever way, joins the save in flight.
 
     Args:
-        directory: Where the steps are; made by the first save. Opening it changes nothing.
+        directory: Where the steps are, a path or `s3://bucket/prefix`; made by the first save.
+            Opening it changes nothing.
         keep: Newest good checkpoints that are kept, at least 2; an older one goes only after a
             newer one is complete, and nothing goes that jaxrel did not write.
         deadline_s: Seconds a save may take before it counts as failed.
@@ -79,9 +80,12 @@ class Checkpointer:
     ) -> None:
         if not deadline_s > 0:
             raise UsageError(f"checkpoint deadline {deadline_s} s: expected more than 0")
-        self.directory = epath.Path(directory).expanduser().resolve()
-        if self.directory.exists() and not self.directory.is_dir():
-            raise UsageError(f"checkpoint directory {self.directory} is not a directory")
+        self.directory = object_store.place(directory)
+        try:
+            if self.directory.exists() and not self.directory.is_dir():
+                raise UsageError(f"checkpoint directory {self.directory} is not a directory")
+        except OSError as error:
+            raise FailedError(f"checkpoint directory {directory}: {one_line(error)}") from error
         retention = Retention(keep, keep_every, keep_best)
         self._keeper = Keeper(self.directory, retention, verify_mb_s, trust_after)
         self.deadline_s = deadline_s
@@ -89,7 +93,12 @@ class Checkpointer:
         """The local tier."""
         self._candidates = Candidates(self.directory, self._keeper, self.local)
         self._arrays = engine.array_handler()
-        self._orbax = engine.writer(self._arrays, math.ceil(deadline_s), self._temporary_name)
+        self._remote = object_store.remote(self.directory)
+        if self._remote:
+            engine.add_s3()
+        self._orbax = engine.writer(
+            self._arrays, math.ceil(deadline_s), self._temporary_name, renames=not self._remote
+        )
         self._flight: Flight | None = None
         self._landed: list[Landed] = []
         self.newest_landed: Landed | None = None
@@ -167,7 +176,7 @@ class Checkpointer:
             manifest.ITEM: ocp.args.JsonSave(description),
         }
         try:
-            self._orbax.save(self._path(step), args=ocp.args.Composite(**items))
+            self._orbax.save(self._new_path(step), args=ocp.args.Composite(**items))
         except OSError as error:
             told = f"failed: {error}"
             raise SaveFailedError(step, told, may_pass=may_pass(told)) from error
@@ -389,7 +398,11 @@ class Checkpointer:
         return state, found
 
     def _path(self, step: int) -> epath.Path:
-        return self.directory / str(step)
+        return listing.folder(self.directory, step)
+
+    def _new_path(self, step: int) -> epath.Path:
+        name = f"{step}{listing.SAVE_SUFFIX}-{self._attempt:08x}-{self._saves}"
+        return self.directory / (name if self._remote else str(step))
 
     def _temporary_name(self, name: str) -> str:
         """A name that no other save uses: writers of a dead one may still be at work in its own."""

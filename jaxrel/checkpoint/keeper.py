@@ -15,7 +15,7 @@ from dataclasses import replace
 import jax
 from etils import epath
 
-from jaxrel.checkpoint import listing, marks
+from jaxrel.checkpoint import listing, marks, object_store
 from jaxrel.checkpoint.errors import some
 from jaxrel.checkpoint.readback import bad_leaves
 from jaxrel.checkpoint.retention import Retention
@@ -98,7 +98,7 @@ class Keeper:
             if step <= newest:
                 raise DataRefusedError(f"{refusal}: {self.directory} already holds step {newest}")
             left = [e for e in complete if e.step > newest]
-            path = self.directory / str(step)
+            path = listing.folder(self.directory, step)
             if path.exists() and step not in {e.step for e in left}:
                 raise DataRefusedError(
                     f"{refusal}: {path} is in its place and is not a checkpoint of jaxrel; move it"
@@ -106,8 +106,9 @@ class Keeper:
                 )
             self._set_aside(left)
             for entry in entries:
-                if listing.TMP_SUFFIX in entry.path.name:  # of a save that never ended
-                    delete(entry.path)
+                name, unfinished = entry.path.name, entry.status == "incomplete"
+                if listing.TMP_SUFFIX in name or (unfinished and listing.SAVE_SUFFIX in name):
+                    delete(entry.path)  # of a save that never ended
         except OSError as error:
             raise FailedError(f"{refusal}: {error}") from error
 
@@ -115,7 +116,11 @@ class Keeper:
         """Take steps of another timeline out of the way. Raises OSError."""
         for entry in entries:
             name = f"{entry.path.name}{listing.ASIDE_SUFFIX}-{secrets.token_hex(4)}"
-            entry.path.rename(entry.path.with_name(name))
+            if object_store.remote(entry.path):
+                (entry.path / listing.ASIDE_FILE).write_text("")
+                name = entry.path.name
+            else:
+                entry.path.rename(entry.path.with_name(name))
             log.warning("step %d of a timeline that was left is set aside as %s", entry.step, name)
 
     def _read_back(self) -> None:
@@ -128,6 +133,10 @@ class Keeper:
         """Delete what may go, each made incomplete in one stroke first."""
         try:
             for entry in self._retention.doomed(entries):
+                if object_store.remote(entry.path):
+                    (entry.path / listing.COMMIT_FILE).unlink()
+                    delete(entry.path)
+                    continue
                 doomed = entry.path.with_name(f"{entry.path.name}{listing.TMP_SUFFIX}-old")
                 delete(entry.path.rename(doomed))
         except OSError as error:
@@ -161,7 +170,7 @@ class Keeper:
             log.warning("checkpoints in %s could not be read back: %s", self.directory, error)
 
     def _verify_one(self, step: int) -> None:
-        path, began, count = self.directory / str(step), time.monotonic(), 0
+        path, began, count = listing.folder(self.directory, step), time.monotonic(), 0
 
         def pause(read: int) -> None:
             nonlocal count
@@ -178,10 +187,10 @@ class Keeper:
         try:
             bad = bad_leaves(path, pause)
         except (OSError, JaxrelError) as error:
-            if path.exists():  # else retention was quicker
+            if listing.present(path):  # else retention was quicker
                 log.warning("checkpoint %s could not be read back: %s", path, error)
             return
-        if bad and path.exists():
+        if bad and listing.present(path):
             why = f"checkpoint {path} is corrupt: read back, digests differ in {some(bad)}"
             log.error("%s", why)
             self.mark(step, corrupt=why)

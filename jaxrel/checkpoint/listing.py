@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from etils import epath
 
-from jaxrel.checkpoint import manifest, marks
+from jaxrel.checkpoint import manifest, marks, object_store
 from jaxrel.checkpoint.errors import DamagedError
 from jaxrel.checkpoint.local_listing import local_rows
 from jaxrel.exit_codes import DataRefusedError, UsageError
@@ -18,7 +18,14 @@ TMP_SUFFIX = ".orbax-checkpoint-tmp"
 """Orbax writes a step under this name and renames it when it is complete."""
 ASIDE_SUFFIX = ".aside"
 """A step that the run went back behind is renamed to this, so that it is never taken for new."""
-_STEP = re.compile(r"0|[1-9][0-9]*")
+SAVE_SUFFIX = ".save"
+"""In an object store a step is written under this name and stays there, so that what a dead save
+still writes never gets into another."""
+COMMIT_FILE = "commit_success.txt"
+"""Orbax writes it last: there, a folder without it is not complete."""
+ASIDE_FILE = "jaxrel-aside"
+"""There, a folder with it is set aside."""
+_STEP = re.compile(rf"(0|[1-9][0-9]*)(?:{re.escape(SAVE_SUFFIX)}-[0-9a-f]+-[0-9]+)?")
 _UNUSED = re.compile(rf"(0|[1-9][0-9]*)({re.escape(TMP_SUFFIX)}|{re.escape(ASIDE_SUFFIX)}).*")
 
 _GOOD = ("verified", "committed")
@@ -62,19 +69,35 @@ class Entry:
 
 def scan(directory: epath.PathLike) -> list[Entry]:
     """The entries of `directory` that bear a step's number, by rising step; [] if it is missing."""
-    directory = epath.Path(directory)
+    directory = object_store.place(directory)
+    remote = object_store.remote(directory)
     try:
         paths = sorted(directory.iterdir(), key=lambda path: path.name)
     except (FileNotFoundError, NotADirectoryError):
         return []
     entries = []
     for path in paths:
-        if _STEP.fullmatch(path.name):
-            entries.append(_judge(path))
+        if found := _STEP.fullmatch(path.name):
+            entries += _stored(int(found[1]), path) if remote else [_judge(int(found[1]), path)]
         elif (found := _UNUSED.fullmatch(path.name)) and path.is_dir():
             status = "incomplete" if found[2] == TMP_SUFFIX else "aside"
             entries.append(Entry(int(found[1]), path, status))
     return sorted(entries, key=lambda entry: entry.step)
+
+
+def folder(directory: epath.Path, step: int) -> epath.Path:
+    """The folder of a step, also of one that is not there."""
+    plain = directory / str(step)
+    if object_store.remote(directory) or not plain.exists():  # or a copy of one
+        for entry in scan(directory):
+            if entry.step == step and entry.complete:
+                return entry.path
+    return plain
+
+
+def present(path: epath.Path) -> bool:
+    """Whether the checkpoint in the folder `path` has not been taken away."""
+    return (path / COMMIT_FILE if object_store.remote(path) else path).exists()
 
 
 def newest(directory: epath.PathLike) -> int | None:
@@ -106,7 +129,7 @@ def list_checkpoints(directory: epath.PathLike, local: Path | None = None) -> di
     `bytes` is the size of all files of the entry; `local` is the run's folder on this host's disk,
     if it has one, and what is whole there can be restored too.
     """
-    directory = epath.Path(directory)
+    directory = object_store.place(directory)
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"checkpoint directory {directory} is not a directory")
     entries = [entry for entry in scan(directory) if entry.status != "aside"]
@@ -126,9 +149,16 @@ def list_checkpoints(directory: epath.PathLike, local: Path | None = None) -> di
     return {"latest_restorable": max(good, default=None), "checkpoints": rows}
 
 
-def _judge(path: epath.Path) -> Entry:
-    """An entry whose name says that it is complete."""
-    step = int(path.name)
+def _stored(step: int, path: epath.Path) -> list[Entry]:
+    """The entry at `path` in an object store; none where a server lists what has gone."""
+    names = {child.name for child in path.iterdir()}
+    if COMMIT_FILE not in names:
+        return [Entry(step, path, "incomplete")] if object_store.objects(path) else []
+    return [Entry(step, path, "aside") if ASIDE_FILE in names else _judge(step, path)]
+
+
+def _judge(step: int, path: epath.Path) -> Entry:
+    """An entry that is complete."""
     try:
         found = manifest.read(path)
     except DamagedError as error:
@@ -165,6 +195,8 @@ def _without_manifest(step: int, path: epath.Path) -> Entry:
 
 def _size(path: epath.Path) -> int:
     """Bytes of all files below `path`; a file that vanishes meanwhile counts as none."""
+    if object_store.remote(path):
+        return sum(object_store.objects(path).values())
     try:
         if not path.is_dir():
             return path.stat().length

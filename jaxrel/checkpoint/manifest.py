@@ -48,7 +48,7 @@ def read(path: epath.Path) -> dict[str, Any]:
         found = json.loads((path / ITEM / FILE).read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DamagedError(f"checkpoint {path}: its manifest is damaged ({error})") from error
-    return checked(found, f"checkpoint {path}", path.name)
+    return checked(found, f"checkpoint {path}", path.name.partition(".")[0])
 
 
 def checked(found: Any, where: str, step: str) -> dict[str, Any]:

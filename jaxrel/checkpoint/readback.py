@@ -8,7 +8,8 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from jaxrel.checkpoint import listing, manifest
+from jaxrel.checkpoint import listing, manifest, object_store
+from jaxrel.checkpoint.errors import may_pass
 from jaxrel.digest_host import as_hex, combine, kind, leaf_words, pieces
 
 _INDEX = "_METADATA"
@@ -31,7 +32,9 @@ def bad_leaves(path: epath.Path, pause: Pause = lambda count: None) -> list[str]
     for name, leaf in found["leaves"].items():
         try:
             digests[name] = as_hex(_words(path, name, leaf, pause))
-        except ValueError:  # what TensorStore raises, whatever is wrong
+        except ValueError as error:  # what TensorStore raises, whatever is wrong
+            if may_pass(str(error)):
+                raise OSError(f"{name}: {error}") from error
             bad.append(name)
             continue
         if digests[name] != leaf["digest"]:
@@ -98,12 +101,13 @@ def _index_is_sound(path: epath.Path, names: list[str]) -> bool:
 
 def _open(path: epath.Path, name: str) -> Any:
     base = str(path / listing.STATE_ITEM)
+    files = {"driver": "file", "path": f"{base}/"}
     return ts.open(
         {
             "driver": "zarr",
             "kvstore": {
                 "driver": "ocdbt",
-                "base": base if "://" in base else {"driver": "file", "path": f"{base}/"},
+                "base": object_store.kvstore(base) if object_store.remote(base) else files,
                 "path": f"{name}/",
             },
             "fill_missing_data_reads": False,

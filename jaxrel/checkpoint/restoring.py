@@ -20,7 +20,7 @@ from jaxrel.checkpoint.together import together
 from jaxrel.digest import leaf_digests, state_digest
 from jaxrel.exit_codes import DataRefusedError, FailedError
 
-_DENIED = ("Permission denied", "PERMISSION_DENIED", "UNAUTHENTICATED")
+_DENIED = ("Permission denied", "PERMISSION_DENIED", "UNAUTHENTICATED", "PermissionError")
 _TRIES, _FIRST_PAUSE_S = 4, 0.1
 
 log = logging.getLogger(__name__)

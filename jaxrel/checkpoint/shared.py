@@ -6,6 +6,7 @@ import time
 import jax
 from etils import epath
 
+from jaxrel.checkpoint import object_store
 from jaxrel.checkpoint.together import agreed, from_everyone, together
 from jaxrel.exit_codes import FailedError, UsageError
 
@@ -21,7 +22,7 @@ def check_shared(directory: epath.PathLike) -> None:
     """
     if jax.process_count() == 1:
         return
-    directory = epath.Path(directory).expanduser().resolve()
+    directory = object_store.place(directory)
     path = directory / f".jaxrel-probe-{agreed(lambda: secrets.token_hex(8))}"
     together(lambda: _write(path))
     seen = from_everyone(_appears(path))
