@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None, make_task: Any = None) -> int:
         return done.code if isinstance(done.code, int) else int(ExitCode.FAILED)
     except Exception as error:
         with contextlib.suppress(OSError):
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            if isinstance(error, BrokenPipeError):
+                print("jaxrel: whoever reads the output has gone", file=sys.stderr)
+            elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 print(f"jaxrel: cannot write: {error.strerror}", file=sys.stderr)
             else:
                 traceback.print_exc()
@@ -82,14 +84,18 @@ def read_config(parser: ArgumentParser, argv: list[str], path: str) -> Config:
 
 def _dispatch(argv: list[str], make_task: Any) -> int:
     """Parse `argv` and call the subcommand that it names."""
-    parser, training = parsers()
+    parser, configured = parsers()
     command: list[str] = []
     if argv[:1] == ["launch"] and "--" in argv:  # what follows is another program's
         argv, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     try:
         args = parser.parse_args(argv)
-        if args.subcommand == "train":
-            return commands.train(read_config(training, argv[1:], args.train.config), make_task)
+        if (name := args.subcommand) in configured:
+            group = args[name]
+            config = read_config(configured[name], argv[1:], group.config)
+            if name == "train":
+                return commands.train(config, make_task)
+            return commands.CONFIGURED[name](config, group, make_task)
     except ArgumentError as error:
         raise UsageError(explain(one_line(str(error)), argv)) from None
     if args.subcommand == "launch":

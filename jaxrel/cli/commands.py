@@ -182,6 +182,19 @@ def report(args: Namespace) -> int:
     return ExitCode.OK
 
 
+def flops(config: Config, args: Namespace, make_task: Any = None) -> int:
+    """Count the FLOPs of a step: the model's, the compiled program's, and XLA's own number.
+
+    Compiles the step for the devices that there are and trains nothing.
+    """
+    from jaxrel.habits.flops import flops as count
+    from jaxrel.habits.flops import table
+
+    document = count(config) if make_task is None else count(config, make_task)
+    print(json.dumps(document) if args.json else table(document))
+    return ExitCode.OK
+
+
 def drill(args: Namespace) -> int:
     """Interrupt and resize a run of your configuration on purpose; does it end in the same bits?
 
@@ -241,6 +254,9 @@ def _own_run_dir(command: Sequence[str]) -> str:
             return config_file.load(word).run.dir
     raise UsageError("--dir: got nothing: expected the run directory; CMD has no --run.dir")
 
+
+CONFIGURED = {"flops": flops}
+"""Commands that take a configuration as `train` does, and flags of their own."""
 
 BY_NAME = {
     "data build": data_build,

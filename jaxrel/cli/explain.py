@@ -6,7 +6,9 @@ import re
 from jaxrel import config_file
 from jaxrel.config import show
 
-COMMANDS = ("train", "data", "checkpoint", "plan", "report", "launch", "agent", "demo", "drill")
+COMMANDS = (
+    "train", "data", "checkpoint", "plan", "report", "launch", "agent", "demo", "drill", "flops",
+)  # fmt: skip
 _FLAGS = (
     "--out", "--tokenizer", "--held-out", "--json", "--backend", "--hosts", "--processes-per-host",
     "--cpu-devices", "--dir", "--max-restarts", "--max-no-progress", "--hang-floor", "--grace",

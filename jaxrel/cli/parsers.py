@@ -11,8 +11,8 @@ from jaxrel.plan.architecture import NAMES
 from jaxrel.plan.conventions import BY_NAME
 
 
-def parsers() -> tuple[ArgumentParser, ArgumentParser]:
-    """The parser of the whole command line, and the one of `train` alone."""
+def parsers() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
+    """The parser of the whole command line, and those of the commands that take a configuration."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     top = ArgumentParser(
         prog="jaxrel",
@@ -22,7 +22,7 @@ def parsers() -> tuple[ArgumentParser, ArgumentParser]:
         allow_abbrev=False,
     )
     commands = top.add_subcommands(metavar="COMMAND")
-    training = _add_train(commands)
+    configured = {"train": _add_configured(commands, "train", do.train)}
     _add_data(commands)
     _add_checkpoint(commands)
     _add_plan(commands)
@@ -33,7 +33,9 @@ def parsers() -> tuple[ArgumentParser, ArgumentParser]:
     demonstration = _add(commands, "demo", do.demo)
     demonstration.add_argument("--dir", metavar="DIR", help="a new or empty folder for the runs")
     _add_drill(commands)
-    return top, training
+    configured["flops"] = _add_configured(commands, "flops", do.flops)
+    _json(configured["flops"])
+    return top, configured
 
 
 def _add(commands: Any, name: str, act: Any, **options: Any) -> ArgumentParser:
@@ -54,14 +56,14 @@ def _json(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
-def _add_train(commands: Any) -> ArgumentParser:
-    usage = "jaxrel train CONFIG [--section.key VALUE ...]"
-    training = _add(commands, "train", do.train, usage=usage)
-    training.add_argument("config", metavar="CONFIG", help="YAML file of the values below")
-    for name, section in get_type_hints(Config).items():
-        group = training.add_argument_group(section.__doc__.rstrip("."))
-        group.add_class_arguments(section, nested_key=name, as_group=False)
-    return training
+def _add_configured(commands: Any, name: str, act: Any) -> ArgumentParser:
+    usage = f"jaxrel {name} CONFIG [--section.key VALUE ...]"
+    parser = _add(commands, name, act, usage=usage)
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of the values below")
+    for key, section in get_type_hints(Config).items():
+        group = parser.add_argument_group(section.__doc__.rstrip("."))
+        group.add_class_arguments(section, nested_key=key, as_group=False)
+    return parser
 
 
 def _add_data(commands: Any) -> None:
