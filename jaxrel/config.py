@@ -202,6 +202,8 @@ class ThroughputConfig:
     peak_flops: float | Literal["measured"] | None = None
     """Peak FLOP/s of one JAX device, for MFU; null takes it from the table of devices, and
     `measured` times matrix products at the start, for CPUs and devices that are not in it."""
+    sample_every: int = 0
+    """Of so many steps one is profiled, to tell computation from communication; 0 profiles none."""
 
 
 @dataclass(frozen=True)
@@ -292,6 +294,7 @@ _AT_LEAST = {
     "optimizer.clip_norm": 0,
     "evaluation.every": 0,
     "evaluation.batches": 1,
+    "throughput.sample_every": 0,
     "checkpoint.keep_every": 0,
     "checkpoint.keep_best": 0,
     "checkpoint.verify_mb_s": 0,

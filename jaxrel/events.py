@@ -178,6 +178,30 @@ class ThroughputDrifted:
 
 
 @dataclass(frozen=True)
+class StepSampled:
+    """Where the devices of rank 0 spent one step, from the profiler: means over them.
+
+    Compute, exposed communication, callback, other and idle sum to `step_s`.
+    """
+
+    step: int
+    step_s: float
+    compute_s: float
+    exposed_communication_s: float
+    overlapped_communication_s: float
+    """Beside compute, and part of it."""
+    callback_s: float
+    other_s: float
+    idle_s: float
+    slowest: str
+    """The device that computed longest."""
+    source: str
+    """The form of the trace."""
+    cost_s: float
+    """What taking the sample took."""
+
+
+@dataclass(frozen=True)
 class Evaluated:
     """The held-out loss after `step` updates."""
 
@@ -289,7 +313,7 @@ class Unknown:
 Event = (
     JobStarted | AttemptStarted | FailureDetected | GangDead | AttemptEnded | JobEnded
     | WorkerStarted | PhaseBegan | Resumed | MeterStarted | StepCompleted | ThroughputDrifted
-    | Evaluated | CheckpointSaved | LocalSaved | CheckpointFailed | CheckpointRefused
+    | StepSampled | Evaluated | CheckpointSaved | LocalSaved | CheckpointFailed | CheckpointRefused
     | IntervalPlanned | Finished | WorkerFailed | RecordsLost | Unknown
 )  # fmt: skip
 

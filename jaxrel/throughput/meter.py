@@ -2,8 +2,8 @@
 
 import logging
 import math
-import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +28,20 @@ class StepFlops:
 UNKNOWN = StepFlops(None, None, "not counted")
 
 
+_WINDOW = 5
+"""Steps over which a rate is taken. A process that was kept from running sees one step complete
+late and the next, which was under way meanwhile, in no time: alone, that one would beat the peak."""
+
+
 @dataclass(frozen=True)
 class Throughput:
-    """Of one completed step."""
+    """At one completed step: its own parts, and rates over the newest five steps."""
 
     parts: StepParts
     tokens_per_s: float | None
     mfu: float | None
-    """Model FLOPs over what the devices could have done in `parts.step_s`, 0 to 1; None when FLOPs
-    or peak are unknown, or the value would be above 1."""
+    """Model FLOPs over what the devices could have done in the time, 0 to 1; None when FLOPs or
+    peak are unknown, or the value would be above 1."""
     hfu: float | None
     drifted: Drifted | None
     """Steps have become slower, which this one shows first."""
@@ -69,17 +74,20 @@ class ThroughputMeter:
         """Completed since this meter was made."""
         self._before: dict[str, int] = {"steps": 0, "tokens": 0}
         self._drift = Drift()
+        self._newest: deque[float] = deque(maxlen=_WINDOW)
         self._warned: set[str] = set()
 
     def completed(self) -> Throughput:
         """A step was seen complete, just now."""
         parts = self.timer.completed()
         self.attempt_steps += 1
+        self._newest.append(parts.step_s)
+        mean_s = sum(self._newest) / len(self._newest)
         return Throughput(
             parts,
-            self.tokens / parts.step_s if self.tokens and parts.step_s > 0 else None,
-            self._utilisation("MFU", self.flops.model, parts.step_s),
-            self._utilisation("HFU", self.flops.hardware, parts.step_s),
+            self.tokens / mean_s if self.tokens and mean_s > 0 else None,
+            self._utilisation("MFU", self.flops.model, mean_s),
+            self._utilisation("HFU", self.flops.hardware, mean_s),
             self._drift.add(parts.step_s),
         )
 
@@ -112,21 +120,3 @@ class ThroughputMeter:
             value = "not a number" if math.isnan(share) else "above 1"
             log.warning("%s would be %s, which cannot be: check %s", name, value, self.definition)
         return None
-
-
-def counted_later(count: Callable[[], StepFlops], meter: ThroughputMeter) -> Callable[[], None]:
-    """Count beside the loop and give the meter the result; call what is returned to wait for it.
-
-    Counting takes up to a second of Python, which neither a start nor a step should wait for. A
-    failure leaves the FLOPs unknown, with one warning.
-    """
-
-    def run() -> None:
-        try:
-            meter.flops = count()
-        except Exception as error:  # a metric may fail without stopping the run
-            log.warning("FLOPs of the step are unknown: %s: %s", type(error).__name__, error)
-
-    thread = threading.Thread(target=run, name="count FLOPs", daemon=True)
-    thread.start()
-    return thread.join

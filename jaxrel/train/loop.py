@@ -22,14 +22,15 @@ from jaxrel.events import Phase
 from jaxrel.exit_codes import DataRefusedError, DivergedError, PreemptedError
 from jaxrel.plan.auto_interval import LOCAL_SHARE
 from jaxrel.plan.peaks import Peak
-from jaxrel.throughput.meter import StepFlops, ThroughputMeter, counted_later
-from jaxrel.throughput.step_flops import step_flops
+from jaxrel.throughput.meter import ThroughputMeter
+from jaxrel.throughput.step_flops import counted_beside
 from jaxrel.throughput.timer import Part
 from jaxrel.train.again import Again
 from jaxrel.train.cadence import Cadence, Interval
 from jaxrel.train.evaluation import Evaluation
 from jaxrel.train.progress import ProgressLine
 from jaxrel.train.recorder import SUPERVISED, Recorder, Timer
+from jaxrel.train.sampling import Sampling
 from jaxrel.train.state import TrainState, overflowed
 from jaxrel.train.step import StepRecord, TrainStep
 from jaxrel.train.stop import StopSignal
@@ -73,6 +74,9 @@ class Trainer:
     """The rate that each update is made with, float32 [steps]."""
     meter: ThroughputMeter = field(default_factory=_no_meter)
     """What measures the steps; by default without tokens and peak."""
+    sample_every: int = 0
+    """Of so many steps one is profiled; 0 profiles none."""
+    _sampling: Sampling = field(init=False)
     _cadence: Cadence = field(init=False)
     _local_cadence: Cadence | None = None
     _again: Again = field(default_factory=Again)
@@ -86,8 +90,9 @@ class Trainer:
         """
         with self.checkpointer, self.stop, self.progress:
             state, done, digest, position = self._begin()
-            saved, ahead, step, counting = done, None, None, None
+            saved, ahead, step = done, None, None
             self._plan_saves(done)
+            self._sampling = Sampling(self.sample_every, self.meter.timer, self.recorder.once)
             while done < self.steps and not self.stop.asked(done):
                 batch = self._next_batch(done, ahead)
                 if batch is None:
@@ -95,17 +100,19 @@ class Trainer:
                 position = self.feed.get_state()
                 placed = self.step.layout.place(batch)
                 step = step or self._compile(placed, done)
+                self._sampling.starts(done + 1)
                 self._turn_to("dispatch", done, ahead)
                 state, record = step(state, placed)  # not awaited
                 if ahead is not None:
                     self._complete(done, ahead)  # so that one step is always under way
-                    counting = counting or self._count(step, placed)
                 ahead, done = record, done + 1
                 self._look(self.checkpointer.check)
                 evaluate = self._evaluates(done)
                 save = self._cadence.due(done) or self._again.left_s == 0
                 local = not save and self._local_cadence and self._local_cadence.due(done)
-                if evaluate or save or local:  # of a state that is known to be sound
+                # Saved and evaluated are states that are known to be sound. While a sample is
+                # read no step is under way: it would seem to take no time.
+                if evaluate or save or local or self._sampling.under_way:
                     self._complete(done, ahead)
                     ahead = None
                 metric = self._evaluate(done, state) if evaluate else None
@@ -129,8 +136,6 @@ class Trainer:
                 what = f"step {saved} is saved" if saved else "no step was complete"
                 raise PreemptedError(f"asked to stop: {what}; start again to go on")
             self.recorder.saves(self.checkpointer, lambda: together(self.checkpointer.settle))
-            if counting is not None:
-                counting()
             self._phase("stop", done)
             self.recorder.finished(done, digest, self.meter)
             return digest
@@ -185,7 +190,7 @@ class Trainer:
 
     def _plan_saves(self, done: int) -> None:
         """When to save from `done` on: with two tiers each is there for its own failures."""
-        two, tell = self.checkpointer.local is not None, self.recorder.planned
+        two, tell = self.checkpointer.local is not None, self.recorder.once
         share = 1 - LOCAL_SHARE if two else 1.0
         self._cadence = Cadence(self.interval, done, *self.history, share=share, tell=tell)
         if two:
@@ -228,7 +233,14 @@ class Trainer:
     def _compile(self, placed: Any, done: int) -> TrainStep:
         self._phase("compile", done)
         self.progress.note("compiling")
+        known = self.meter.peak.flops is not None  # else FLOPs would be of no use
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), placed)
+        state = self.step.abstract_state
+        counted = counted_beside(self.step.jitted, state, like) if known else None
         step = self.step.compiled(placed)
+        if counted is not None:
+            self.meter.flops = counted(step.jitted)
+        self._sampling.compiled(step.jitted)
         self._phase("train", done)
         self.meter.timer.completed()  # what came before is no step's
         if self.meter.peak.flops is None:
@@ -236,24 +248,13 @@ class Trainer:
             self.progress.note(f"{told}; give throughput.peak_flops a number, or measured")
         return step
 
-    def _count(self, step: TrainStep, placed: Any) -> Callable[[], None]:
-        """Have the FLOPs of a step counted beside the loop, where they would be of use."""
-        if self.meter.peak.flops is None:
-            return lambda: None
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), placed)
-
-        def count() -> StepFlops:
-            state = self.step.abstract_state
-            return step_flops(self.step.jitted, state, batch, compiled=step.jitted)
-
-        return counted_later(count, self.meter)
-
     def _complete(self, done: int, record: StepRecord) -> None:
         """Wait for a step, tell it, and refuse to go on from what is not finite."""
         self.recorder.at("wait", done - 1, done)
         self.meter.timer.turn_to("compute", busy=not _is_ready(record.loss))
         record = jax.device_get(record)  # waits; all of it in one go
         throughput = self.meter.completed()
+        self._sampling.completed(done)
         refuse_what_is_not_finite(done, record, self.step.abstract_state)
         loss, norm = float(record.loss), float(record.grad_norm)
         rate = None if self.learning_rates is None else float(self.learning_rates[done - 1])

@@ -210,8 +210,8 @@ class Recorder:
         for save in checkpointer.local.landed() if checkpointer.local else ():
             self.write(LocalSaved(save.step, save.seconds, save.blocking_s, save.state_digest))
 
-    def planned(self, event: Event) -> None:
-        """How many steps there are to the next save, and why."""
+    def once(self, event: Event) -> None:
+        """What process 0 alone puts on record: plans of saves, samples of steps."""
         if self._process == 0:
             self.write(event)
 

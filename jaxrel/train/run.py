@@ -110,6 +110,7 @@ def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Reco
 
             install(trainer, **asdict(config.chaos))
         trainer.meter = make_meter(config)
+        trainer.sample_every = config.throughput.sample_every
         if task.schedule is not None:
             rates = jax.jit(jax.vmap(task.schedule))(np.arange(config.run.steps))
             trainer.learning_rates = np.asarray(rates)

@@ -6,13 +6,16 @@ import random
 from collections.abc import Iterator
 from typing import Any, get_args
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrel.plan.peaks import Peak
 from jaxrel.throughput.drift import Drift
-from jaxrel.throughput.meter import StepFlops, ThroughputMeter, counted_later
+from jaxrel.throughput.meter import UNKNOWN, StepFlops, ThroughputMeter
+from jaxrel.throughput.step_flops import counted_beside
 from jaxrel.throughput.timer import Part, StepTimer
 
 PEAK = Peak(100.0, "of a test")
@@ -76,7 +79,20 @@ def test_saves_evaluations_and_compilation_are_no_part_of_a_step_and_data_is(clo
     assert [v.parts.step_s for v in values] == [3, 3, 3, 6]
     assert [v.parts.wall_s for v in values] == [3, 10, 3, 6]
     assert values[0].mfu == values[1].mfu == values[2].mfu == 0.5
-    assert values[3].mfu == 0.25
+    assert values[3].mfu == 300 * 4 / (15 * 2 * 100)
+
+
+def test_rates_are_of_the_newest_five_steps(clock: Clock) -> None:
+    """A step that was seen late, and the next in no time, are no feat of the machine."""
+    found = meter(clock)
+    found.timer.turn_to("compute")
+    values = []
+    for seconds in (2.0, 2.0, 3.9, 0.1, 2.0, 2.0, 4.0):
+        clock.now += seconds
+        values.append(found.completed())
+    assert [v.parts.step_s for v in values][2:4] == pytest.approx([3.9, 0.1])
+    assert values[3].mfu == pytest.approx(300 / (2 * 2 * 100))
+    assert values[-1].tokens_per_s == pytest.approx(5 * 64 / 12)
 
 
 def test_what_the_host_did_while_the_devices_worked_is_no_loss(clock: Clock) -> None:
@@ -182,20 +198,43 @@ def test_the_definition_says_what_the_number_means(clock: Clock) -> None:
     assert meter(clock).definition == "counted by hand; 2 devices; peak: of a test"
 
 
-def test_flops_are_counted_beside_the_loop_and_a_failure_is_told(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = meter(clock, flops=StepFlops(None, None, ""))
-    counted_later(lambda: FLOPS, found)()
-    assert found.flops is FLOPS
+class Compiled:
+    """As far as it is looked at."""
 
-    def fails() -> StepFlops:
-        raise NotImplementedError("no cost analysis here")
+    def __init__(self, text: Any) -> None:
+        self._text = text
+
+    def as_text(self) -> str:
+        return self._text()
+
+
+def test_flops_are_counted_while_a_program_compiles() -> None:
+    w = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    step = jax.jit(lambda w: w.T @ w)
+    counted = counted_beside(step, w)
+    found = counted(step.lower(w).compile())
+    assert found.model == found.hardware == 2 * 4 * 4 * 8
+    assert "model FLOPs" in found.definition and "hardware FLOPs" in found.definition
+
+
+def test_a_count_that_fails_leaves_flops_unknown_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails() -> Any:
+        raise NotImplementedError("no such operation")
 
     with caplog.at_level(logging.WARNING):
-        counted_later(fails, found)()
-    assert "FLOPs of the step are unknown: NotImplementedError: no cost" in caplog.text
-    assert found.flops is FLOPS
+        assert counted_beside(fails)(Compiled(lambda: "")) is UNKNOWN
+    assert "FLOPs of the step are unknown: NotImplementedError: no such" in caplog.text
+
+
+def test_a_program_without_text_leaves_hardware_flops_unknown() -> None:
+    def raises() -> str:
+        raise RuntimeError("no text on this backend")
+
+    found = counted_beside(lambda: jnp.ones((4, 4)) @ jnp.ones((4, 4)))(Compiled(raises))
+    assert (found.model, found.hardware) == (128, None)
+    assert "not counted: the program: no HLO text" in found.definition
 
 
 def noisy(rng: random.Random, base: float, count: int) -> Iterator[float]:
