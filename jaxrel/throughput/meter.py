@@ -30,7 +30,7 @@ UNKNOWN = StepFlops(None, None, "not counted")
 
 _WINDOW = 5
 """Steps over which a rate is taken. A process that was kept from running sees one step complete
-late and the next, which was under way meanwhile, in no time: alone, that one would beat the peak."""
+late, and the next, under way meanwhile, in no time: alone, that one would beat the peak."""
 
 
 @dataclass(frozen=True)

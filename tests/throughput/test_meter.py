@@ -1,5 +1,7 @@
 """The parts of a step, MFU from them, what adds up, and steps that become slower."""
 
+import ast
+import inspect
 import logging
 import math
 import random
@@ -13,10 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrel.plan.peaks import Peak
+from jaxrel.throughput import drift, timer
+from jaxrel.throughput import meter as meter_module
 from jaxrel.throughput.drift import Drift
 from jaxrel.throughput.meter import UNKNOWN, StepFlops, ThroughputMeter
 from jaxrel.throughput.step_flops import counted_beside
 from jaxrel.throughput.timer import Part, StepTimer
+from jaxrel.train import loop, sampling
 
 PEAK = Peak(100.0, "of a test")
 FLOPS = StepFlops(300.0, 400.0, "counted by hand")
@@ -258,3 +263,36 @@ def test_drift_is_told_once_and_outliers_are_not_drift(seed: int) -> None:
 def test_drift_says_nothing_of_a_short_run() -> None:
     drift = Drift()
     assert not any(drift.add(float(s)) for s in range(1, 50))
+
+
+@pytest.mark.parametrize("module", [timer, meter_module, drift])
+def test_the_meter_knows_no_jax(module: Any) -> None:
+    """So it adds no FLOP, no pass over an array and no wait for a device to any step."""
+    names = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [a.name for a in node.names]
+        )
+    }
+    assert names <= {
+        "collections",
+        "dataclasses",
+        "jaxrel",
+        "logging",
+        "math",
+        "statistics",
+        "time",
+        "typing",
+    }
+
+
+def test_the_loop_waits_for_each_step_once() -> None:
+    """`jax.device_get` and its kin stand where the loop waited before it had a meter."""
+    source = inspect.getsource(loop)
+    assert source.count("device_get(") == 1
+    assert "block_until_ready" not in source
+    assert "block_until_ready" not in inspect.getsource(sampling)
