@@ -216,6 +216,12 @@ class ChaosConfig:
     """Leave at once instead of this update."""
     fail_writes_at_step: int | None = None
     """From this update on no file can be written, as on a full disk."""
+    kill_rate: float = 0.0
+    """Probability with which each update is met by SIGKILL."""
+    seed: int = 0
+    """Of these draws; process and attempt go into them."""
+    rank: int | None = None
+    """The only process that suffers; null is each."""
 
 
 @dataclass(frozen=True)
@@ -316,8 +322,12 @@ def _ranges(c: Config) -> Rules:
         yield key, not 0 < _lookup(c, key) < math.inf, "expected a finite number above 0"
     for key in _SHARES:
         yield key, not 0 <= _lookup(c, key) < 1, "expected a number in [0, 1)"
-    for name, step in asdict(c.chaos).items():
+    for name in ("raise_at_step", "exit_at_step", "fail_writes_at_step"):
+        step = getattr(c.chaos, name)
         yield f"chaos.{name}", step is not None and step < 1, "expected at least 1, or null"
+    yield "chaos.kill_rate", not 0 <= c.chaos.kill_rate < 1, "expected a number in [0, 1)"
+    rank = c.chaos.rank
+    yield "chaos.rank", rank is not None and rank < 0, "expected at least 0, or null"
     peak = c.throughput.peak_flops
     wrong = isinstance(peak, float) and not 0 < peak < math.inf
     yield "throughput.peak_flops", wrong, "expected FLOP/s of one device, measured, or null"

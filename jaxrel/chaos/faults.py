@@ -1,11 +1,13 @@
-"""An exception, an exit, a disk that takes nothing more: at a step, in the process itself.
+"""An exception, an exit, a kill, a full disk: at a step, in the process itself.
 
 What is to notice a fault is told nothing of it: an exception comes out of the training step, an
 exit is one of the process, and a write is refused by the kernel.
 """
 
 import os
+import random
 import resource
+import signal
 from typing import Any
 
 EXIT = 1
@@ -22,6 +24,11 @@ def install(
     raise_at_step: int | None = None,
     exit_at_step: int | None = None,
     fail_writes_at_step: int | None = None,
+    kill_rate: float = 0.0,
+    seed: int = 0,
+    rank: int | None = None,
+    process: int = 0,
+    attempt: int = 0,
 ) -> None:
     """Make `trainer`'s process suffer; each fault comes as its update is about to begin.
 
@@ -35,12 +42,23 @@ def install(
         exit_at_step: leaves with EXIT instead of this update, without a word or a clean-up.
         fail_writes_at_step: from this update on no file of the process can grow (EFBIG), as on a
             full disk: no checkpoint, no record, no program is written.
+        kill_rate: the probability with which each update is met by SIGKILL. Which ones follows from
+            `seed`, process and attempt, so that a schedule can be had again, and an attempt does not
+            die where the one before did.
+        seed: of those draws.
+        rank: the only process that suffers; None is each.
+        process: this one.
+        attempt: of the run.
     """
+    if rank is not None and rank != process:
+        return
 
     def before(update: int) -> None:
         if fail_writes_at_step is not None and update >= fail_writes_at_step:
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # Python ignores the signal
+        if kill_rate and random.Random(f"{seed} {process} {attempt} {update}").random() < kill_rate:
+            os.kill(os.getpid(), signal.SIGKILL)
         if update == exit_at_step:
             os._exit(EXIT)
         if update == raise_at_step:

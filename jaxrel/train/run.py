@@ -108,7 +108,9 @@ def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Reco
         if config.chaos != ChaosConfig():
             from jaxrel.chaos import install
 
-            install(trainer, **asdict(config.chaos))
+            attempt = int(os.environ.get("JAXREL_ATTEMPT", "0"))
+            process = jax.process_index()
+            install(trainer, **asdict(config.chaos), process=process, attempt=attempt)
         trainer.meter = make_meter(config)
         trainer.sample_every = config.throughput.sample_every
         if task.schedule is not None:

@@ -97,3 +97,34 @@ def test_it_leaves_without_a_word(tmp_path: Path) -> None:
 def test_from_the_step_on_no_file_grows(tmp_path: Path, begin: int) -> None:
     code, printed, log = process(tmp_path, "fail_writes_at_step", begin)
     assert (code, printed, log) == (0, ["File too large", "alive"], "1 2 ")
+
+
+def killed_at(monkeypatch: pytest.MonkeyPatch, **how: Any) -> list[int]:
+    """The updates before which the process would have been killed, of 400."""
+    at: list[int] = []
+    trainer = SimpleNamespace(step=Step())
+    install(trainer, **how)
+    monkeypatch.setattr("os.kill", lambda pid, number: at.append(state.step + 1))
+    step, state = trainer.step.compiled(None), SimpleNamespace(step=0)
+    while state.step < 400:
+        state, _ = step(state, None)
+    return at
+
+
+def test_random_kills_follow_from_seed_process_and_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = {
+        (seed, process, attempt): killed_at(
+            monkeypatch, kill_rate=0.05, seed=seed, process=process, attempt=attempt
+        )
+        for seed in (1, 2)
+        for process in (0, 1)
+        for attempt in (1, 2)
+    }
+    assert len({tuple(at) for at in drawn.values()}) == 8
+    assert all(5 <= len(at) <= 40 for at in drawn.values())  # 20 are expected, 4 sigma wide
+    again = killed_at(monkeypatch, kill_rate=0.05, seed=1, process=0, attempt=1)
+    assert again == drawn[1, 0, 1]
+    assert killed_at(monkeypatch, kill_rate=0.05, seed=1, rank=1, process=0) == []
+    assert killed_at(monkeypatch, kill_rate=0.0, seed=1) == []
