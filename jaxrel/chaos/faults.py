@@ -43,8 +43,8 @@ def install(
         fail_writes_at_step: from this update on no file of the process can grow (EFBIG), as on a
             full disk: no checkpoint, no record, no program is written.
         kill_rate: the probability with which each update is met by SIGKILL. Which ones follows from
-            `seed`, process and attempt, so that a schedule can be had again, and an attempt does not
-            die where the one before did.
+            `seed`, process and attempt, so that a schedule can be had again, and an attempt does
+            not die where the one before did.
         seed: of those draws.
         rank: the only process that suffers; None is each.
         process: this one.

@@ -97,17 +97,22 @@ class ThroughputMeter:
         return f"{self.flops.definition}; {self.devices} devices; peak: {self.peak.source}"
 
     def state(self) -> dict[str, Any]:
-        """Steps and tokens of the whole run so far, as JSON: what a checkpoint keeps."""
+        """Steps and tokens of the whole run so far, and what drift is measured against, as JSON:
+        what a checkpoint keeps."""
         tokens = self.attempt_steps * (self.tokens or 0)
         return {
             "steps": self._before["steps"] + self.attempt_steps,
             "tokens": self._before["tokens"] + tokens,
+            "best_step_s": self._drift.best_s,
+            "devices": self.devices,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from the `state` of a checkpoint: of steps after it nothing counts."""
         self._before = {name: int(state[name]) for name in self._before}
         self.attempt_steps = 0
+        if state.get("devices") == self.devices:  # on others a step takes another time
+            self._drift.best_s = state.get("best_step_s")
 
     def _utilisation(self, name: str, flops: float | None, step_s: float) -> float | None:
         if flops is None or self.peak.flops is None or step_s <= 0:

@@ -195,8 +195,26 @@ def test_counters_are_exact_over_restarts(clock: Clock) -> None:
     second.restore(kept)
     for _ in range(20):
         second.completed()
-    assert second.state() == {"steps": 40, "tokens": 40 * 64}
+    assert second.state() == {"steps": 40, "tokens": 40 * 64, "best_step_s": None, "devices": 2}
     assert second.attempt_steps == 20
+
+
+def test_drift_is_measured_against_the_run_before_on_as_many_devices(clock: Clock) -> None:
+    first = meter(clock)
+    first.timer.turn_to("compute")
+    for _ in range(60):
+        clock.now += 1.0
+        first.completed()
+    assert first.state()["best_step_s"] == 1.0
+    for devices, told in ((2, 1), (4, 0)):
+        second = meter(clock, devices=devices)
+        second.restore(first.state())
+        second.timer.turn_to("compute")
+        drifted = 0
+        for _ in range(60):
+            clock.now += 1.5
+            drifted += second.completed().drifted is not None
+        assert drifted == told
 
 
 def test_the_definition_says_what_the_number_means(clock: Clock) -> None:
