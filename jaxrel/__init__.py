@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxrel.checkpoint import Checkpointer
     from jaxrel.ledger import Ledger
+    from jaxrel.throughput.meter import ThroughputMeter
     from jaxrel.train.attach import attach, join
     from jaxrel.train.loop import Trainer
     from jaxrel.train.state import TrainState
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Checkpointer", "Ledger", "TrainState", "Trainer", "__version__", "attach", "join",
-    "make_train_step",
+    "Checkpointer", "Ledger", "ThroughputMeter", "TrainState", "Trainer", "__version__", "attach",
+    "join", "make_train_step",
 ]  # fmt: skip
 
 _HOMES = {
@@ -23,6 +24,7 @@ _HOMES = {
     "Trainer": "jaxrel.train.loop",
     "Checkpointer": "jaxrel.checkpoint",
     "Ledger": "jaxrel.ledger",
+    "ThroughputMeter": "jaxrel.throughput.meter",
     "attach": "jaxrel.train.attach",
     "join": "jaxrel.train.attach",
 }

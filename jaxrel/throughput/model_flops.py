@@ -6,8 +6,9 @@ its equations are added up, each loop as often as it turns.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from threading import RLock
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxrel.exit_codes import UsageError
 from jaxrel.throughput.estimators import Estimator
+from jaxrel.throughput.hardware_flops import HasText, hardware_flops
 from jaxrel.throughput.scalars import closed_jaxpr
 from jaxrel.throughput.tally import Tally, Uncounted
 from jaxrel.throughput.walk import Walk
@@ -56,12 +58,23 @@ class Count:
     """What the numbers assume."""
     devices: int
     """Of the largest mesh that the program or its arguments name; 1 without one."""
+    compile: Callable[[], HasText] = field(repr=False, compare=False)
+    """Compiles the program for the devices at hand."""
     definition: str = DEFINITION
 
     @property
     def model(self) -> int | None:
         """Model FLOPs over all devices; None when something was not counted."""
         return None if self.uncounted else self.contraction
+
+    @cached_property
+    def hardware(self) -> int | None:
+        """FLOPs of the dots and convolutions that the compiled program executes, over all devices.
+
+        Compiles it, at the first look. None when a part of them is not known;
+        `hardware_flops.hardware_flops` says which, and gives the rest.
+        """
+        return hardware_flops(self.compile()).all_devices.contraction
 
     @property
     def per_device(self) -> float | None:
@@ -95,13 +108,20 @@ def count_flops(
     shares = {name: _share(name, share) for name, share in (scale or {}).items()}
     walk = Walk(shares, estimators or {})
     closed, devices = _trace(fn, args)
+    arrays, of_arrays = _of_arrays(fn, args)
     total = walk.program(closed, [None] * len(closed.jaxpr.invars))
     if missing := sorted(shares.keys() - walk.scopes):
         raise UsageError(
             f"scale: got {missing[0]!r}: expected a scope of the program:"
             f" {', '.join(sorted(walk.scopes)) or 'it has none'}"
         )
-    return _count(total, max(devices, total.devices))
+
+    def compile() -> HasText:
+        if isinstance(fn, _Jitted):  # with its own shardings and options
+            return fn.lower(*args).compile()
+        return jax.jit(of_arrays).lower(*arrays).compile()
+
+    return _count(total, max(devices, total.devices), compile)
 
 
 def _share(name: str, share: Fraction | float) -> Fraction:
@@ -110,7 +130,7 @@ def _share(name: str, share: Fraction | float) -> Fraction:
     return Fraction(share)
 
 
-def _count(total: Tally, devices: int) -> Count:
+def _count(total: Tally, devices: int, compile: Callable[[], HasText]) -> Count:
     by_operation = {name: round(n) for name, n in sorted(total.contraction.items()) if n}
     return Count(
         contraction=sum(by_operation.values()),
@@ -121,6 +141,7 @@ def _count(total: Tally, devices: int) -> Count:
         uncounted=tuple(total.uncounted),
         notes=tuple(total.notes),
         devices=devices,
+        compile=compile,
     )
 
 
@@ -128,7 +149,19 @@ def _trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[ClosedJaxpr, 
     """The jaxpr of `fn(*args)` without what its outputs do not need, and how many devices the
     arguments lie on."""
     # JAX refuses a jitted function with compiler options inside another trace.
-    fn = fn.__wrapped__ if isinstance(fn, _Jitted) else fn
+    arrays, of_arrays = _of_arrays(fn.__wrapped__ if isinstance(fn, _Jitted) else fn, args)
+    with _without_checkpoints():
+        closed = jax.make_jaxpr(of_arrays)(*arrays)
+    needed, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    shardings = [getattr(x, "sharding", None) for x in arrays]
+    devices = max([1, *(s.num_devices for s in shardings if s is not None)])
+    return ClosedJaxpr(needed, closed.consts), devices
+
+
+def _of_arrays(
+    fn: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[list[Any], Callable[..., Any]]:
+    """The arrays among the leaves of `args`, and `fn` as a function of these alone."""
     leaves, tree = jax.tree.flatten(args)
     arrays = {i: x for i, x in enumerate(leaves) if _is_array(x)}
 
@@ -139,12 +172,7 @@ def _trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[ClosedJaxpr, 
         # An NNX module is updated where it stands: what it holds afterwards is an output too.
         return [x for x in jax.tree.leaves((outputs, held)) if isinstance(x, jax.Array)]
 
-    with _without_checkpoints():
-        closed = jax.make_jaxpr(of_arrays)(*arrays.values())
-    needed, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    shardings = [getattr(x, "sharding", None) for x in arrays.values()]
-    devices = max([1, *(s.num_devices for s in shardings if s is not None)])
-    return ClosedJaxpr(needed, closed.consts), devices
+    return list(arrays.values()), of_arrays
 
 
 def _is_array(x: Any) -> bool:

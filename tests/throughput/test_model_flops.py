@@ -379,3 +379,20 @@ def test_complex_products_are_eight_flops_and_integers_are_apart() -> None:
     )  # fmt: skip
     assert (count.model, count.integer) == (0, 2 * 3 * 3 * 5)
     assert any("integers" in note for note in count.notes)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_hardware_flops_are_those_of_the_program_that_is_compiled(jitted: bool) -> None:
+    """Of eight rematerialised layers: 3 products each for the model, 4 for the machine."""
+
+    def loss(x: Any) -> Any:
+        layer = jax.checkpoint(lambda c: jnp.tanh(c @ c))
+        return jax.lax.scan(lambda c, _: (layer(c), None), x, None, length=8)[0].sum()
+
+    grad = jax.grad(loss)
+    found = count_flops(
+        jax.jit(grad) if jitted else grad, jax.ShapeDtypeStruct((16, 16), "float32")
+    )
+    product = 2 * 16**3
+    assert (found.model, found.hardware) == (8 * 3 * product, 8 * 4 * product)
+    assert found.hardware is found.hardware, "compiled once"
