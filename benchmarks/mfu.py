@@ -12,7 +12,6 @@ for what the columns mean.
 
 import argparse
 import functools
-import importlib
 import json
 import re
 import sys
@@ -41,6 +40,7 @@ from jaxrel.plan.peaks import Peak
 from jaxrel.throughput.hardware_flops import hardware_flops
 from jaxrel.throughput.model_flops import count_flops
 from jaxrel.throughput.peak import device_peak
+from jaxrel.throughput.profile_step import profiled
 from jaxrel.train.run import make_step
 from jaxrel.train.task import reference_task
 
@@ -127,7 +127,7 @@ def measure(
         **_speed(arm.wall, batch.global_size * batch.sequence, len(devices)),
         **utilisation(config, task.loss_fn, step.abstract_state.params, compiled, arm.wall, peak),
         "memory": memory(compiled, devices),
-        "breakdown": breakdown(arm.run),
+        "breakdown": breakdown(arm.run, compiled),
     }
 
 
@@ -232,16 +232,16 @@ def memory(compiled: Any, devices: Sequence[Any]) -> dict[str, int | None]:
     }
 
 
-def breakdown(act: Callable[[], Any]) -> dict[str, float] | None:
-    """Seconds of one step by what the devices do in it; None where nothing can tell.
+_PARTS = ("step_s", "compute_s", "exposed_communication_s", "callback_s", "other_s", "idle_s")
 
-    `act` runs one step and waits for it.
+
+def breakdown(act: Callable[[], Any], compiled: Any) -> dict[str, float] | None:
+    """Seconds of one step by what the devices do in it; None where the profiler cannot tell.
+
+    `act` runs one step of `compiled` and waits for it.
     """
-    try:
-        trace = importlib.import_module("jaxrel.throughput.device_trace")
-    except ModuleNotFoundError:
-        return None
-    return asdict(trace.profiled(act))
+    split = profiled(act, [compiled.as_text() or ""])
+    return None if isinstance(split, str) else {name: getattr(split, name) for name in _PARTS}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:

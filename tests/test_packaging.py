@@ -37,7 +37,7 @@ def test_the_locks_are_in_step(project: Path) -> None:
     [
         ("pyproject.toml", '"rich>=14"', '"rich>=15"'),
         ("pyproject.toml", '"rich>=14",', ""),
-        ("pyproject.toml", '["hypothesis", ', '["hypothesis", "tensorboardX", '),
+        ("pyproject.toml", '"hypothesis",', '"hypothesis", "tensorboardX",'),
         ("pyproject.toml", 'requires-python = ">=3.11"', 'requires-python = ">=3.12"'),
         ("requirements/python3.12.txt", "\nrich==", "\nrich!="),
     ],

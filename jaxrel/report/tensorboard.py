@@ -120,9 +120,10 @@ class TensorBoard:
 
 def _of_step(event: StepCompleted, took: float | None, stalled: float) -> Iterator[Any]:
     step_s = event.step_s  # measured by the loop itself, where it has a meter
+    waited = took if step_s is None else step_s
+    tokens = None if event.tokens is None or not waited else event.tokens / waited
     if step_s is None and took is not None:
         step_s = max(0.0, took - stalled)
-    tokens = None if event.tokens is None or not step_s else event.tokens / step_s
     yield from _scalars(
         {
             "train/loss": event.loss,

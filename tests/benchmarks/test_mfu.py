@@ -2,10 +2,9 @@
 
 import json
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -172,32 +171,27 @@ def test_a_known_device_is_judged_by_the_table(monkeypatch: pytest.MonkeyPatch) 
     benchmark._same_everywhere.cache_clear()
 
 
-@dataclass(frozen=True)
-class Split:
-    """A split of a step, as a trace gives it."""
-
-    step_s: float
-    compute_s: float
-    exposed_communication_s: float
-    callback_s: float
-
-
 def test_the_breakdown_is_of_the_trace_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[int] = []
-
-    def profiled(act: Any) -> Split:
-        act()
-        return Split(2.0, 1.5, 0.5, 0.0)
-
-    module = ModuleType("device_trace")
-    monkeypatch.setattr(module, "profiled", profiled, raising=False)
-    monkeypatch.setitem(sys.modules, "jaxrel.throughput.device_trace", module)
-    split = benchmark.breakdown(lambda: ran.append(1))
-    assert ran == [1] and split is not None and split["compute_s"] == 1.5
-    assert benchmark._shares(split) == "compute 75%, exposed communication 25%"
-    monkeypatch.setitem(sys.modules, "jaxrel.throughput.device_trace", None)
-    assert benchmark.breakdown(lambda: ran.append(1)) is None and ran == [1]
+    split = SimpleNamespace(
+        step_s=2.0, compute_s=1.5, exposed_communication_s=0.5, callback_s=0.0, other_s=0.0,
+        idle_s=0.0,
+    )  # fmt: skip
+    program = SimpleNamespace(as_text=lambda: "the text")
+    asked: list[Any] = []
+    monkeypatch.setattr(benchmark, "profiled", lambda act, texts: asked.append(texts) or split)
+    found = benchmark.breakdown(lambda: None, program)
+    assert found is not None and found["compute_s"] == 1.5 and asked == [["the text"]]
+    assert benchmark._shares(found) == "compute 75%, exposed communication 25%"
+    monkeypatch.setattr(benchmark, "profiled", lambda act, texts: "the profiler is in use")
+    assert benchmark.breakdown(lambda: None, program) is None
     assert benchmark._shares(None) == "unknown"
+
+
+def test_a_real_step_has_a_breakdown(quick: dict[str, Any]) -> None:
+    for row in quick["rows"]:
+        parts = row["breakdown"]
+        others = sum(seconds for name, seconds in parts.items() if name != "step_s")
+        assert others == pytest.approx(parts["step_s"], abs=1e-6)
 
 
 @dataclass(frozen=True)
