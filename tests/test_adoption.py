@@ -258,3 +258,19 @@ def test_a_process_that_did_not_join_its_job_is_told_so(tmp_path: Path) -> None:
     launch = [*JAXREL, "launch", "--hosts", "2", "--dir", "run", "--", sys.executable, "-c"]
     printed = finish([*launch, FAILING.replace("EVENT", "pass")], tmp_path, 64)
     assert "attach: this is one of 2 processes of a job and has not joined it" in printed
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_has_a_local_tier_too(tmp_path: Path) -> None:
+    """Two hosts with a disk each; nothing durable but the end."""
+    code = JOINED.replace(
+        "interval=4",
+        f"interval=100, local_dir={str(tmp_path / 'disk')!r} + '/{{host}}', local_interval=3",
+    ).replace("{{host}}", "{host}")
+    launch = [*JAXREL, "launch", "--hosts", "2", "--cpu-devices", "2", "--dir", "run", "--"]
+    printed = finish([*launch, sys.executable, "-c", code], tmp_path)
+    assert "devices 4 done 12" in printed
+    report = json.loads(finish([*JAXREL, "report", "run", "--json"], tmp_path))
+    assert report["status"] == "finished"
+    assert report["attempts"][1]["resumed_from"] in (6, 9)
+    assert not list((tmp_path / "disk").rglob("*.npz"))

@@ -106,6 +106,13 @@ def run_name(run_dir: str | os.PathLike[str]) -> str:
     return file.read_text().strip() if file.exists() else f"{secrets.token_hex(8)}"
 
 
+def keep_name(run_dir: str | os.PathLike[str], name: str) -> None:
+    """Write the name down, in one stroke, before any file bears it. Raises OSError."""
+    part = Path(run_dir, f"{NAME_FILE}{_PART}")
+    part.write_text(f"{name}\n")
+    part.replace(Path(run_dir, NAME_FILE))
+
+
 def scan(directory: Path) -> list[LocalFile]:
     """The complete files in `directory`; what is damaged at sight is not among them."""
     found = []

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxrel.checkpoint import Checkpointer
+from jaxrel.checkpoint import Checkpointer, local_files
 from jaxrel.checkpoint.host_random import capture, derive, restore
 from jaxrel.checkpoint.shared import check_shared
-from jaxrel.checkpoint.together import from_everyone, together
+from jaxrel.checkpoint.together import agreed, from_everyone, together
 from jaxrel.config import Config
 from jaxrel.config_file import with_environment
 from jaxrel.exit_codes import (
@@ -70,6 +70,8 @@ def attach(
     interval: int = 100,
     keep: int = 3,
     seed: int = 0,
+    local_dir: str | None = None,
+    local_interval: int = 10,
 ) -> "Run":
     """Make a loop resumable: restores `state` and `data` from the newest checkpoint, if any.
 
@@ -83,27 +85,45 @@ def attach(
         interval: Steps between checkpoints; the last step is always saved.
         keep: Newest checkpoints kept.
         seed: For Python's and NumPy's generators in a new run.
+        local_dir: A directory on a RAM disk or NVMe of each host, for checkpoints between the
+            others, as `checkpoint.local_dir` of `jaxrel train`.
+        local_interval: Steps between these.
 
     Raises UsageError and DataRefusedError. In a script, these and every other exception from
     here on end the process with the exit code that a supervisor understands.
     """
-    return Run(Path(run_dir), state, data, steps, interval, keep, seed)
+    local = None if local_dir is None else (local_dir, local_interval)
+    return Run(Path(run_dir), state, data, steps, interval, keep, seed, local)
 
 
 class Run:
     """A loop that `attach` made resumable. Iterating gives the numbers of the steps, from 0."""
 
     def __init__(
-        self, run_dir: Path, state: Any, data: Any, steps: int, interval: int, keep: int, seed: int
+        self,
+        run_dir: Path,
+        state: Any,
+        data: Any,
+        steps: int,
+        interval: int,
+        keep: int,
+        seed: int,
+        local: tuple[str, int] | None,
     ) -> None:
         self.run_dir, self.steps, self.interval = run_dir, steps, interval
+        self._local_interval = local[1] if local else 0
         self._in_place = _has_nnx(state)
         self.state = state
         """The state of the last completed step."""
         self._data = data
         self._recorder = Recorder()
         sys.excepthook = self._leave
-        for name, value in (("steps", steps), ("interval", interval), ("keep", keep)):
+        for name, value in (
+            ("steps", steps),
+            ("interval", interval),
+            ("keep", keep),
+            ("local_interval", local[1] if local else 1),
+        ):
             if value < 1:
                 raise UsageError(f"{name}: got {value}: expected at least 1")
         _check_job()
@@ -113,7 +133,9 @@ class Run:
                 " set_state, as Grain's have, or None where a batch follows from the step's number"
             )
         self._recorder.phase("start")
-        self._checkpointer = Checkpointer(run_dir / "checkpoints", keep=keep)
+        self._name = agreed(lambda: local_files.run_name(run_dir))
+        folder = local_files.run_folder(local[0], self._name) if local else None
+        self._checkpointer = Checkpointer(run_dir / "checkpoints", keep=keep, local_dir=folder)
         try:
             latest = self._checkpointer.latest(proven_from=steps)
         finally:
@@ -181,9 +203,11 @@ class Run:
         self._recorder.saves(self._checkpointer, self._checkpointer.check)
         if self.done % self.interval == 0 or self.done == self.steps:
             self._save()
+        elif self._local_interval and self.done % self._local_interval == 0:
+            self._save_locally()
 
     def _begin(self, latest: int | None, seed: int) -> None:
-        together(lambda: claim(self.run_dir) if jax.process_index() == 0 else None)
+        together(self._claim)
         check_shared(self._checkpointer.directory)
         begin_together(self._recorder, self.run_dir)
         dump_on_request(self.run_dir, self._recorder.heartbeat)
@@ -199,6 +223,13 @@ class Run:
         self._recorder.resumed(self.done, devices, digest)
         self._recorder.phase("compile", self.done)
         self._digest = digest or ""
+
+    def _claim(self) -> None:
+        """Process 0's part: hold the run directory, and name the run's folders on its hosts."""
+        if jax.process_index() == 0:
+            claim(self.run_dir)
+            if self._local_interval:
+                local_files.keep_name(self.run_dir, self._name)
 
     def _restore(self, seed: int) -> str:
         """Bring state, data and host random states back; returns the state's digest."""
@@ -234,12 +265,22 @@ class Run:
                 )
             self._data.set_state(positions[jax.process_index()])
 
+    def _save_locally(self) -> None:
+        self._tell()
+        self._recorder.phase("checkpoint", self.done)
+        self._recorder.sync()
+        self._checkpointer.save_local(self.done, self._arrays(), extra=self._extra())
+        self._recorder.phase("train", self.done)
+
+    def _extra(self) -> dict[str, Any]:
+        position = None if self._data is None else from_everyone(self._data.get_state())
+        return {"position": position, "host_random": capture()}
+
     def _save(self) -> None:
         self._tell()
         self._recorder.phase("checkpoint", self.done)
         self._recorder.sync()
-        position = None if self._data is None else from_everyone(self._data.get_state())
-        extra = {"position": position, "host_random": capture()}
+        extra = self._extra()
         self._recorder.saves(self._checkpointer, self._checkpointer.wait)
         self._digest = self._checkpointer.save(self.done, self._arrays(), extra=extra)
         self._recorder.phase("train", self.done)

@@ -31,7 +31,6 @@ from jaxrel.provenance import (
     changes,
     check_run,
     provenance,
-    write_atomically,
     write_run_files,
 )
 from jaxrel.run_lock import claim
@@ -134,7 +133,7 @@ def _begin_run(config: Config, degrees: dict[str, int], local: str) -> None:
         record = provenance(config, sys.argv, jax.devices(), degrees)
         write_run_files(config.run.dir, config, record)
         if config.checkpoint.local_dir is not None:
-            write_atomically(Path(config.run.dir, local_files.NAME_FILE), f"{local}\n")
+            local_files.keep_name(config.run.dir, local)
 
 
 def make_step(config: Config, task: Task, mesh: Any) -> TrainStep:
