@@ -5,6 +5,7 @@ Every process writes what it keeps of the state (`pieces`) to its own host's dis
 see: so hosts need not share a disk, and one may be lost.
 """
 
+import contextlib
 import logging
 import secrets
 import threading
@@ -76,14 +77,16 @@ class LocalTier:
         described = agreed(lambda: dict(described))
         kept = self._kept(arrays)
         blocks = _on_host(arrays, kept.own) | _on_host(moved(arrays, kept), kept.copies)
-        oldest = min(good for _, good in everyone)
-        handed_over = time.monotonic()
+        oldest = min(good for _, good in everyone)  # what all have, and may need together
+        handed_over, rank = time.monotonic(), jax.process_index()
 
         def write() -> None:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                local_files.delete(self.directory, before=oldest)
-                file = self.directory / f"{step}.{jax.process_index()}.npz"
+                # A process whose saves fail must not fill the disks of the others.
+                before = max(oldest, local_files.last_but_one(self.directory, rank))
+                local_files.delete(self.directory, before=before)
+                file = self.directory / f"{step}.{rank}.npz"
                 local_files.write(file, described, kept.pieces, blocks)
             except OSError as error:
                 log.warning("the local save of step %d failed: %s", step, error)
@@ -219,19 +222,17 @@ def hosts_of(directory: Path) -> list[int]:
     """For each process, the lowest one that sees the same `directory`. Collective; makes it."""
     if jax.process_count() == 1:
         return [0]
-    token = agreed(lambda: secrets.token_hex(8))
-    probe = directory / f".jaxrel-{token}.{jax.process_index()}"
-
-    def look() -> int:
-        return min(int(p.name.rpartition(".")[2]) for p in directory.glob(f".jaxrel-{token}.*"))
-
-    def leave() -> None:
+    token, mine = agreed(lambda: secrets.token_hex(8)), jax.process_index()
+    probe = directory / f".jaxrel-{token}.{mine}"
+    # A disk that cannot be written is a disk of its own, whose saves will fail and be told.
+    with contextlib.suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
         probe.touch()
-
-    together(leave)
-    hosts = from_everyone(together(look))
-    together(probe.unlink)
+    from_everyone(None)  # all have left their mark
+    seen = [int(p.name.rpartition(".")[2]) for p in directory.glob(f".jaxrel-{token}.*")]
+    hosts = from_everyone(min([mine, *seen]))
+    with contextlib.suppress(OSError):
+        probe.unlink()
     return hosts
 
 

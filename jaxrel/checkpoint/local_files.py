@@ -173,6 +173,12 @@ def delete(directory: Path, *, before: int | None = None, after: int | None = No
             file.unlink(missing_ok=True)
 
 
+def last_but_one(directory: Path, rank: int) -> int:
+    """The step of the newest but one file of `rank`; -1 where there are not two."""
+    mine = sorted(step for file, step in _named(directory) if file.name == f"{step}.{rank}.npz")
+    return mine[-2] if len(mine) > 1 else -1
+
+
 def _named(directory: Path) -> list[tuple[Path, int]]:
     found = [(file, _NAME.fullmatch(file.name)) for file in directory.glob("*.npz*")]
     return sorted((file, int(name[1])) for file, name in found if name)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrel.checkpoint import Checkpointer, listing, local_files
+from jaxrel.checkpoint import Checkpointer, listing, local, local_files
 from jaxrel.checkpoint.local_listing import local_rows
 from jaxrel.checkpoint.verify import verify
 from jaxrel.digest import state_digest, tree_words
@@ -152,6 +152,15 @@ def test_two_are_kept_and_steps_of_a_timeline_that_was_left_are_gone(two: Path) 
     checkpointer.save(27, states.make(27, states.mesh(4, 2)))
     checkpointer.close()
     assert files(two) == [], "a finished run leaves nothing in memory"
+
+
+def test_a_process_whose_saves_fail_does_not_fill_the_disks_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = tiers(tmp_path)
+    monkeypatch.setattr(local, "from_everyone", lambda mine: [mine, [False, -1]])
+    save_local(checkpointer, *range(1, 9))
+    assert files(tmp_path) == ["6.0.npz", "7.0.npz", "8.0.npz"]
 
 
 def test_another_state_in_the_directory_is_refused_by_its_leaves(two: Path) -> None:
