@@ -339,7 +339,8 @@ def _ranges(c: Config) -> Rules:
         wrong = interval != "auto" and interval < 1
         yield f"checkpoint.{name}", wrong, "expected at least 1, or auto"
     local = c.checkpoint.local_dir
-    yield "checkpoint.local_dir", local == "", "expected a path, or null for no local checkpoints"
+    wrong = local is not None and local[:1] not in ("/", "~")
+    yield "checkpoint.local_dir", wrong, "expected an absolute path on each host, or null"
     reason = "expected at least 2, so that there is an older one when the newest is damaged"
     yield "checkpoint.keep", c.checkpoint.keep < 2, reason
     yield "run.dir", not c.run.dir.strip(), "expected the path of a directory"

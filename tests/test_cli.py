@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import jaxrel
+from jaxrel.checkpoint.local_files import keep_name
 from jaxrel.cli import main
 from jaxrel.config import Config
 from jaxrel.config_file import from_yaml
@@ -306,9 +307,9 @@ def test_checkpoint_list_finds_the_directory_and_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str] = []
-    places: list[Path | None] = []
+    places: list[Any] = []
 
-    def list_checkpoints(directory: str, local: Path | None) -> dict[str, Any]:
+    def list_checkpoints(directory: str, local: list[Path]) -> dict[str, Any]:
         asked.append(directory)
         places.append(local)
         return listing(20)
@@ -329,10 +330,10 @@ def test_checkpoint_list_finds_the_directory_and_prints(
     (run / "config.yaml").write_text("checkpoint: {dir: gs://bucket/c}\n")
     assert main(["checkpoint", "list", str(run)]) == 0
     assert main(["checkpoint", "list", "gs://bucket/d"]) == 0
-    (run / "config.yaml").write_text("checkpoint: {local_dir: '/ram/{host}'}\n")
-    (run / "local-name").write_text("the-run\n")
-    monkeypatch.setenv("JAXREL_HOST", "host3")
+    (run / "config.yaml").write_text(f"checkpoint: {{local_dir: '{tmp_path}/{{host}}'}}\n")
+    keep_name(run, "0123456789abcdef")
+    (tmp_path / "host3" / "0123456789abcdef").mkdir(parents=True)
     assert main(["checkpoint", "list", str(run)]) == 0
     assert "step       20  durable  committed   abab" in capsys.readouterr().out
     assert asked[:4] == [f"{run}/checkpoints"] * 2 + ["gs://bucket/c", "gs://bucket/d"]
-    assert places == [None] * 4 + [Path("/ram/host3/the-run")]
+    assert places == [[]] * 4 + [[tmp_path / "host3" / "0123456789abcdef"]]

@@ -195,6 +195,8 @@ class Checkpointer:
         """
         if self.local is None:
             raise UsageError(f"step {step} cannot be saved locally: there is no local_dir")
+        if step != int(step) or step < 0:
+            raise UsageError(f"step {step} cannot be saved: expected a whole number from 0")
         state = leaves.as_arrays(state)
         description = describe(step, state, extra, words)
         return self.local.save(step, description, leaves.stored(state))
@@ -290,6 +292,10 @@ class Checkpointer:
         self.check()
         return self._candidates.newest(proven_from)
 
+    def is_durable(self, step: int) -> bool:
+        """Whether `step`, of `latest` or `restore`, is on more than its hosts' own disks."""
+        return step not in self._candidates.whole
+
     def latest_trusted(self, before: int | None = None) -> int | None:
         """Step of the newest trusted checkpoint, older than the step `before`; None if none is.
 
@@ -314,7 +320,7 @@ class Checkpointer:
         """Raise DataRefusedError, as `restore` does, where the leaves differ; reads no array."""
         allowed = Allowed(cast, partial)
         if whole := self._candidates.whole.get(step):
-            check_fits(_local(step), whole.manifest, abstract_state, allowed)
+            check_fits(self._local(step), whole.manifest, abstract_state, allowed)
         else:
             together(lambda: read_manifest(self._path(step), abstract_state, allowed))
 
@@ -361,10 +367,10 @@ class Checkpointer:
         """
         self.wait()
         allowed = Allowed(cast, partial)
-        if step is not None:
-            return self._restore(step, None, abstract_state, allowed)
-        good, reasons = agreed(self._candidates.judged)
         whole = self._candidates.look()
+        if step is not None:
+            return self._restore(step, whole.get(step), abstract_state, allowed)
+        good, reasons = agreed(self._candidates.judged)
         for step in sorted({*good, *whole}, reverse=True):
             try:
                 return self._restore(step, whole.get(step), abstract_state, allowed)
@@ -388,17 +394,22 @@ class Checkpointer:
         else:
             local, found = self.local, whole.manifest
             assert local is not None
-            check_fits(_local(step), found, abstract_state, allowed)
+            check_fits(self._local(step), found, abstract_state, allowed)
             state = placed(
-                _local(step), abstract_state, found, lambda specs: local.read(whole, specs)
+                self._local(step), abstract_state, found, lambda specs: local.read(whole, specs)
             )
-        self._line = step
+        # What is durable already is not saved again; what is only local may be.
+        self._line = step if whole is None else step - 1
         if self.local is not None:
             self.local.forget(after=step)
         return state, found
 
     def _path(self, step: int) -> epath.Path:
         return listing.folder(self.directory, step)
+
+    def _local(self, step: int) -> str:
+        assert self.local is not None
+        return f"local checkpoint of step {step} in {self.local.directory}"
 
     def _new_path(self, step: int) -> epath.Path:
         name = f"{step}{listing.SAVE_SUFFIX}-{self._attempt:08x}-{self._saves}"
@@ -420,7 +431,3 @@ class Checkpointer:
         flight.committed = time.monotonic()
         if jax.process_index() == 0:
             self._keeper.landed()
-
-
-def _local(step: int) -> str:
-    return f"local checkpoint of step {step}"

@@ -17,7 +17,8 @@ class SaveFailedError(FailedError):
     """
 
     def __init__(self, step: int, what: str, *, may_pass: bool = False) -> None:
-        super().__init__(f"the save of step {step} {what}")
+        whole = what.startswith(f"step {step} ")
+        super().__init__(what if whole else f"the save of step {step} {what}")
         self.step, self.may_pass = step, may_pass
 
 

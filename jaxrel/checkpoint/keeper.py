@@ -16,10 +16,10 @@ import jax
 from etils import epath
 
 from jaxrel.checkpoint import listing, marks, object_store
-from jaxrel.checkpoint.errors import some
+from jaxrel.checkpoint.errors import SaveFailedError, may_pass, some
 from jaxrel.checkpoint.readback import bad_leaves
 from jaxrel.checkpoint.retention import Retention
-from jaxrel.exit_codes import DataRefusedError, FailedError, JaxrelError
+from jaxrel.exit_codes import DataRefusedError, JaxrelError
 
 _SETTLING_S = 30.0
 """Longest that the end of a run waits, twice at most, for checkpoints to be read back."""
@@ -110,7 +110,8 @@ class Keeper:
                 if listing.TMP_SUFFIX in name or (unfinished and listing.SAVE_SUFFIX in name):
                     delete(entry.path)  # of a save that never ended
         except OSError as error:
-            raise FailedError(f"{refusal}: {error}") from error
+            told = f"{refusal}: {error}"
+            raise SaveFailedError(step, told, may_pass=may_pass(told)) from error
 
     def _set_aside(self, entries: Sequence[listing.Entry]) -> None:
         """Take steps of another timeline out of the way. Raises OSError."""

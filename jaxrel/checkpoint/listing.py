@@ -1,6 +1,7 @@
 """Which checkpoints a directory holds, read from disk without JAX."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -123,11 +124,11 @@ def none_good(directory: epath.PathLike, reasons: dict[int, str]) -> str:
     )
 
 
-def list_checkpoints(directory: epath.PathLike, local: Path | None = None) -> dict[str, Any]:
+def list_checkpoints(directory: epath.PathLike, local: Sequence[Path] = ()) -> dict[str, Any]:
     """The document of `jaxrel checkpoint list --json`; a run's directory is made by its first save.
 
-    `bytes` is the size of all files of the entry; `local` is the run's folder on this host's disk,
-    if it has one, and what is whole there can be restored too.
+    `bytes` is the size of all files of the entry; `local` are the run's folders on the disks of
+    its hosts, as far as they are here, and what is whole there can be restored too.
     """
     directory = object_store.place(directory)
     if directory.exists() and not directory.is_dir():
@@ -144,7 +145,7 @@ def list_checkpoints(directory: epath.PathLike, local: Path | None = None) -> di
         }
         for entry in entries
     ]
-    rows = sorted(rows + (local_rows(local) if local else []), key=lambda row: row["step"])
+    rows = sorted(rows + (local_rows(local)), key=lambda row: row["step"])
     good = (row["step"] for row in rows if row["status"] in _GOOD)
     return {"latest_restorable": max(good, default=None), "checkpoints": rows}
 

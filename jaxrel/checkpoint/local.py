@@ -7,6 +7,7 @@ see: so hosts need not share a disk, and one may be lost.
 
 import contextlib
 import logging
+import math
 import secrets
 import threading
 import time
@@ -178,7 +179,7 @@ class _Reader:
         self.lacking: list[int] = []
         for number, piece in enumerate(whole.pieces):
             if self._wants(piece):
-                block = blocks.read(number)
+                block = self._read(number)
                 if block is None:
                     self.lacking.append(number)
                 else:
@@ -186,7 +187,7 @@ class _Reader:
 
     def exchange(self, number: int) -> None:
         """Take a piece from the first process that can read it. Collective."""
-        piece, block = self._whole.pieces[number], self._blocks.read(number)
+        piece, block = self._whole.pieces[number], self._read(number)
         readers = from_everyone(None if block is None else len(block))
         first = next((rank for rank, size in enumerate(readers) if size is not None), None)
         if first is None:
@@ -206,6 +207,11 @@ class _Reader:
         return jax.make_array_from_callback(
             spec.shape, spec.sharding, lambda index: shards[bounds(index, spec.shape)]
         )
+
+    def _read(self, number: int) -> np.ndarray | None:
+        piece = self._whole.pieces[number]
+        size = math.prod(piece.shape) * self._specs[piece.path].dtype.itemsize
+        return self._blocks.read(number, size)
 
     def _wants(self, piece: Piece) -> bool:
         return any(overlap(*shard, piece) for shard in self._shards.get(piece.path, ()))

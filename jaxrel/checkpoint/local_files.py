@@ -10,6 +10,9 @@ files of several processes, and may be complete though a host is gone.
 """
 
 import contextlib
+import glob
+import io
+import itertools
 import json
 import logging
 import os
@@ -26,16 +29,15 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from jaxrel.checkpoint import manifest
-from jaxrel.exit_codes import DataRefusedError
 
 log = logging.getLogger(__name__)
 
 NAME_FILE = "local-name"
-"""In a run directory: the name of the run's folder on the disks of its hosts."""
-_PART = ".part"
+"""In a run directory: the name of the run's folder on the disks of its hosts, and the inode of the
+directory that it was drawn for."""
+_NAMED = re.compile(r"([0-9a-f]{16}) (\d+)\n")
+_PART, _NPY = ".part", ".npy"
 _NAME = re.compile(rf"(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)\.npz({re.escape(_PART)})?")
-_BROKEN = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, DataRefusedError)
-"""What reading a damaged file raises; damage to a manifest is a DataRefusedError."""
 
 
 class Piece(NamedTuple):
@@ -97,31 +99,41 @@ def run_folder(local_dir: str, name: str) -> Path:
     return Path(local_dir.replace("{host}", host)).expanduser() / name
 
 
+def run_folders(local_dir: str, name: str) -> list[Path]:
+    """Where this machine has files of that run: of several hosts where it simulates them."""
+    anywhere = Path("*".join(map(glob.escape, local_dir.split("{host}")))).expanduser()
+    return sorted(Path(found) for found in glob.glob(str(anywhere / name)))
+
+
 def run_name(run_dir: str | os.PathLike[str]) -> str:
     """The name of a run on its hosts' disks, drawn anew for a run that is new. Raises OSError.
 
-    So a run that begins again in the same directory never takes the files of the one before.
+    So a run that begins again in the same directory, or in a copy of it, never takes the files
+    of another. What is in the file and is no such name counts as nothing.
     """
-    file = Path(run_dir, NAME_FILE)
-    return file.read_text().strip() if file.exists() else f"{secrets.token_hex(8)}"
+    with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
+        found = _NAMED.fullmatch(Path(run_dir, NAME_FILE).read_text())
+        if found and int(found[2]) == Path(run_dir).stat().st_ino:
+            return found[1]
+    return secrets.token_hex(8)
 
 
 def keep_name(run_dir: str | os.PathLike[str], name: str) -> None:
     """Write the name down, in one stroke, before any file bears it. Raises OSError."""
     part = Path(run_dir, f"{NAME_FILE}{_PART}")
-    part.write_text(f"{name}\n")
+    part.write_text(f"{name} {Path(run_dir).stat().st_ino}\n")
     part.replace(Path(run_dir, NAME_FILE))
 
 
-def scan(directory: Path) -> list[LocalFile]:
-    """The complete files in `directory`; what is damaged at sight is not among them."""
+def scan(*directories: Path) -> list[LocalFile]:
+    """The complete files in the directories; what is damaged at sight is not among them."""
     found = []
-    for file, step in _named(directory):
+    for file, step in itertools.chain(*map(_named, directories)):
         if file.name.endswith(_PART):
             continue
         try:
             found.append(_opened(file, step))
-        except _BROKEN as error:
+        except Exception as error:  # whatever damage makes of a zip file
             log.warning("%s is damaged, and as good as not there: %s", file, error)
     return found
 
@@ -144,8 +156,8 @@ class Blocks:
         self._opened = contextlib.ExitStack()
         self._members: dict[int, list[Any]] = {}
         for file in files:
-            with contextlib.suppress(*_BROKEN):
-                members = self._opened.enter_context(np.load(file.file, allow_pickle=False))
+            with contextlib.suppress(Exception):  # then it holds nothing
+                members = self._opened.enter_context(zipfile.ZipFile(file.file))
                 for number in file.held:
                     self._members.setdefault(number, []).append(members)
 
@@ -155,11 +167,13 @@ class Blocks:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def read(self, number: int) -> np.ndarray | None:
-        """The bytes of a piece, from the first file that gives them undamaged, or None."""
+    def read(self, number: int, size: int) -> np.ndarray | None:
+        """The `size` bytes of a piece, from the first file that gives them undamaged, or None."""
         for members in self._members.get(number, []):
-            with contextlib.suppress(*_BROKEN):
-                return members[str(number)]
+            with contextlib.suppress(Exception):
+                data = _member(members, str(number))
+                if len(data) == size:
+                    return data
         return None
 
 
@@ -181,15 +195,25 @@ def last_but_one(directory: Path, rank: int) -> int:
 
 def _named(directory: Path) -> list[tuple[Path, int]]:
     found = [(file, _NAME.fullmatch(file.name)) for file in directory.glob("*.npz*")]
-    return sorted((file, int(name[1])) for file, name in found if name)
+    return sorted((file, int(name[1])) for file, name in found if name and file.is_file())
 
 
 def _opened(file: Path, step: int) -> LocalFile:
-    with np.load(file, allow_pickle=False) as members:
-        described = manifest.checked(_parsed(members["manifest"]), str(file), str(step))
-        pieces = [Piece(p, tuple(a), tuple(b)) for p, a, b in _parsed(members["pieces"])]
-        held = frozenset(int(name) for name in members.files if name.isdigit())
-    return LocalFile(file, step, described, pieces, held)
+    with zipfile.ZipFile(file) as members:
+        text = _parsed(_member(members, "manifest"))
+        described = manifest.checked(text, str(file), str(step))
+        listed = _parsed(_member(members, "pieces"))
+        pieces = [Piece(p, tuple(a), tuple(b)) for p, a, b in listed]
+        names = (name.removesuffix(_NPY) for name in members.namelist())
+        held = frozenset(
+            int(name) for name in names if name.isdecimal() and int(name) < len(pieces)
+        )
+    return LocalFile(file, step, described, pieces, frozenset(held))
+
+
+def _member(members: zipfile.ZipFile, name: str) -> np.ndarray:
+    """An array whose bytes, its header's too, have the checksum that the zip file has of them."""
+    return np.load(io.BytesIO(members.read(f"{name}{_NPY}")), allow_pickle=False)
 
 
 def _bytes(block: np.ndarray) -> np.ndarray:

@@ -1,5 +1,7 @@
-"""What this host's disk holds of a run's local checkpoints: listed, and proven. No JAX."""
+"""What this machine holds of a run's local checkpoints: listed, and proven. No JAX."""
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,13 @@ from jaxrel.checkpoint.local_files import Blocks, LocalFile, scan, whole_steps
 from jaxrel.digest_host import as_hex, combine, kind, leaf_words
 
 
-def local_rows(folder: Path) -> list[dict[str, Any]]:
+def local_rows(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """Rows as of `listing.list_checkpoints`, tier `local`, by rising step.
 
-    `committed`: this host alone can restore it. `incomplete`: it has a part of it, and other
-    hosts may have the rest.
+    `committed`: what lies in `folders` is all of it. `incomplete`: it is a part, and other hosts
+    may have the rest.
     """
-    files = scan(folder)
+    files = scan(*folders)
     return [
         {
             "step": one.step,
@@ -30,9 +32,9 @@ def local_rows(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def local_verified(folder: Path, step: int | None = None) -> list[dict[str, Any]]:
-    """Rows as of `verify.verify`, of the steps that this host alone can restore."""
-    files = scan(folder)
+def local_verified(folders: Sequence[Path], step: int | None = None) -> list[dict[str, Any]]:
+    """Rows as of `verify.verify`, of the steps of which all is in `folders`."""
+    files = scan(*folders)
     rows = []
     for save, (one, whole) in sorted(whole_steps(files).items(), key=lambda kv: kv[1][0].step):
         if whole and step in (None, one.step):
@@ -54,7 +56,7 @@ def _bad_leaves(files: list[LocalFile]) -> list[str]:
         for number, piece in enumerate(pieces):
             leaf = described["leaves"][piece.path]
             dtype = np.dtype("uint32" if "key_impl" in leaf else leaf["dtype"])
-            block = blocks.read(number)
+            block = blocks.read(number, math.prod(piece.shape) * dtype.itemsize)
             if block is None:
                 bad.add(piece.path)
                 continue

@@ -1,6 +1,7 @@
 """`jaxrel checkpoint verify`: every digest of every checkpoint, without JAX."""
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,18 @@ from jaxrel.exit_codes import DataRefusedError
 
 
 def verify(
-    directory: epath.PathLike, step: int | None = None, local: Path | None = None
+    directory: epath.PathLike, step: int | None = None, local: Sequence[Path] = ()
 ) -> dict[str, Any]:
     """The document of `jaxrel checkpoint verify --json`, of one step or of all complete ones.
 
     `bad_leaves` of one whose manifest is damaged is `["(manifest)"]`. What was found is marked
-    where that can be written. `local` is the run's folder on this host's disk. Raises
+    where that can be written. `local` are the run's folders on its hosts' disks. Raises
     DataRefusedError where there is nothing to verify.
     """
     entries = [
         e for e in listing.scan(directory) if e.complete and (step is None or e.step == step)
     ]
-    local_ones = local_verified(local, step) if local else []
+    local_ones = local_verified(local, step)
     if not entries and not local_ones:
         which = "" if step is None else f" of step {step}"
         raise DataRefusedError(f"no complete checkpoint{which} in {directory}")

@@ -1,10 +1,11 @@
 """What each subcommand does: one thin function each, which returns an exit code."""
 
+import contextlib
 import itertools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from jsonargparse import Namespace
 
 from jaxrel import config_file
 from jaxrel.config import Config, show
-from jaxrel.exit_codes import ExitCode, UsageError
+from jaxrel.exit_codes import ExitCode, FailedError, UsageError
 
 
 def train(config: Config, make_task: Any = None) -> int:
@@ -40,7 +41,8 @@ def checkpoint_list(args: Namespace) -> int:
     directory, local = checkpoint_dirs(args.run)
     from jaxrel.checkpoint.listing import list_checkpoints
 
-    document = list_checkpoints(directory, local)
+    with _readable(directory):
+        document = list_checkpoints(directory, local)
     if args.json:
         print(json.dumps(document))
         return ExitCode.OK
@@ -65,7 +67,8 @@ def checkpoint_verify(args: Namespace) -> int:
     directory, local = checkpoint_dirs(args.run)
     from jaxrel.checkpoint.verify import verify
 
-    document = verify(directory, args.step, local)
+    with _readable(directory):
+        document = verify(directory, args.step, local)
     if args.json:
         print(json.dumps(document))
     else:
@@ -215,19 +218,28 @@ def demo(args: Namespace) -> int:
     return run(args.dir)
 
 
-def checkpoint_dirs(run: str) -> tuple[str, Path | None]:
-    """Where a run's checkpoints are, and its folder on this host's disk if it has one.
+@contextlib.contextmanager
+def _readable(directory: str) -> Iterator[None]:
+    """Storage that cannot be read is told in one line."""
+    try:
+        yield
+    except OSError as error:
+        why = " ".join(str(error).split())
+        raise FailedError(f"{directory} cannot be read: {type(error).__name__}: {why}") from error
+
+
+def checkpoint_dirs(run: str) -> tuple[str, list[Path]]:
+    """Where a run's checkpoints are, and its folders on its hosts' disks, as far as these are here.
 
     `run` is the directory of a run, or of checkpoints.
     """
     recorded = Path(run, "config.yaml")
     if not recorded.is_file():
-        return _checkpoint_dir(run), None
+        return _checkpoint_dir(run), []
     checkpoint = config_file.load(recorded).checkpoint
-    from jaxrel.checkpoint.local_files import NAME_FILE, run_folder, run_name
+    from jaxrel.checkpoint.local_files import run_folders, run_name
 
-    named = checkpoint.local_dir is not None and Path(run, NAME_FILE).is_file()
-    local = run_folder(checkpoint.local_dir or "", run_name(run)) if named else None
+    local = run_folders(checkpoint.local_dir, run_name(run)) if checkpoint.local_dir else []
     return checkpoint.dir or str(Path(run, "checkpoints")), local
 
 

@@ -147,7 +147,8 @@ class Run:
         self._told, self._compiled = self.done, False
         self._waiting: tuple[int, Any] | None = None
         self._stop = StopSignal()
-        if self.done >= steps:
+        self._saved = self.done if self._checkpointer.is_durable(self.done) else 0
+        if self.done >= steps and self._saved == self.done:
             print(f"already complete: step {self.done} is saved, steps is {steps}", file=sys.stderr)
             self._recorder.done()
         else:
@@ -155,7 +156,7 @@ class Run:
 
     def __iter__(self) -> Iterator[int]:
         """The steps that are left; what comes after the loop's body is done here."""
-        if self.done >= self.steps:
+        if self._saved >= self.steps:
             return
         # An exception in the loop's body ends this generator before `_leave` hears of it, so the
         # recorder is closed there, or at the end of the process.
@@ -167,11 +168,11 @@ class Run:
                 if self.done == step:
                     self.completed()
             self._tell()
+            if self.done > self._saved:
+                self._save()
             self._recorder.phase("checkpoint", self.done)
             self._recorder.saves(self._checkpointer, self._checkpointer.wait)
             if self.done < self.steps:
-                self._save()
-                self._recorder.saves(self._checkpointer, self._checkpointer.wait)
                 what = f"step {self.done} is saved" if self.done else "no step was complete"
                 raise PreemptedError(f"asked to stop: {what}; start again to go on")
             self._recorder.saves(self._checkpointer, lambda: together(self._checkpointer.settle))
@@ -239,6 +240,7 @@ class Run:
         finally:
             self._recorder.refused(self._checkpointer)
         self.done = self._told = manifest["step"]
+        self._saved = self.done if self._checkpointer.is_durable(self.done) else 0
         together(lambda: self._bring_back(now, found, manifest, seed))
         return manifest["state_digest"]
 
@@ -283,6 +285,7 @@ class Run:
         extra = self._extra()
         self._recorder.saves(self._checkpointer, self._checkpointer.wait)
         self._digest = self._checkpointer.save(self.done, self._arrays(), extra=extra)
+        self._saved = self.done
         self._recorder.phase("train", self.done)
 
     def _arrays(self) -> Any:

@@ -90,7 +90,8 @@ class Trainer:
         """
         with self.checkpointer, self.stop, self.progress:
             state, done, digest, position = self._begin()
-            saved, ahead, step = done, None, None
+            saved = done if self.checkpointer.is_durable(done) else 0
+            ahead, step, record = None, None, None
             self._plan_saves(done)
             self._sampling = Sampling(self.sample_every, self.meter.timer, self.recorder.once)
             while done < self.steps and not self.stop.asked(done):
@@ -127,7 +128,6 @@ class Trainer:
             self._phase("checkpoint", done)
             self._look(self.checkpointer.wait)
             while (pause := self._again.left_s) is not None:
-                assert record is not None
                 time.sleep(pause)
                 digest, saved = self._save(done, state, record, position), done
                 self._look(self.checkpointer.wait)
@@ -295,7 +295,7 @@ class Trainer:
         self,
         done: int,
         state: TrainState,
-        record: StepRecord,
+        record: StepRecord | None,
         position: Any,
         metric: float | None = None,
     ) -> str:
@@ -312,9 +312,8 @@ class Trainer:
 
         def begin() -> None:
             nonlocal digest
-            digest = self.checkpointer.save(
-                done, state, extra=extra, words=record.words, metric=metric
-            )
+            words = None if record is None else record.words
+            digest = self.checkpointer.save(done, state, extra=extra, words=words, metric=metric)
 
         self._look(begin)
         self._cadence.saved(done, self.checkpointer.newest_landed)

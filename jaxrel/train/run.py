@@ -93,7 +93,8 @@ def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Reco
         trainer = make_trainer(config, step, feed, checkpointer, stop, recorder)
         trainer.evaluation = make_evaluation(config, task, step)
         latest = trainer.check_resume()
-        if latest is not None and latest >= config.run.steps:
+        complete = latest is not None and latest >= config.run.steps
+        if complete and checkpointer.is_durable(latest or 0):
             trainer.progress.note(
                 f"already complete: step {latest} is saved, run.steps is {config.run.steps}"
             )

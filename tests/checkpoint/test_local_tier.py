@@ -1,6 +1,7 @@
 """The local tier: newer than the durable one, whole without one host, never wrong."""
 
 import logging
+import random
 import shutil
 import threading
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxrel.checkpoint import Checkpointer, listing, local, local_files
-from jaxrel.checkpoint.local_listing import local_rows
+from jaxrel.checkpoint.local_listing import local_rows, local_verified
 from jaxrel.checkpoint.verify import verify
 from jaxrel.digest import state_digest, tree_words
 from jaxrel.exit_codes import DataRefusedError, UsageError
@@ -78,6 +79,45 @@ def test_the_newest_of_both_tiers_is_restored_on_any_mesh(two: Path, data: int, 
     assert restored(tiers(two))["step"] == 25
 
 
+def test_a_local_step_can_be_asked_for_and_made_durable(two: Path) -> None:
+    checkpointer = tiers(two)
+    on = states.mesh(2, 2)
+    state, found = checkpointer.restore(states.abstract(on), step=22)
+    assert found["step"] == 22 and not checkpointer.is_durable(22) and checkpointer.is_durable(20)
+    checkpointer.save(22, state)
+    checkpointer.close()
+    assert restored(Checkpointer(two / "durable"))["step"] == 22
+
+
+@pytest.mark.parametrize("step", [-1, 2.5])
+def test_a_step_that_is_none_is_refused(two: Path, step: Any) -> None:
+    with pytest.raises(UsageError, match="expected a whole number from 0"):
+        tiers(two).save_local(step, states.make(1, states.mesh(4, 2)))
+
+
+def test_the_name_of_a_run_is_that_of_one_directory_alone(tmp_path: Path) -> None:
+    """Neither a copy of it nor nonsense in the file leads to the files of another."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    run.mkdir()
+    name = local_files.run_name(run)
+    assert local_files.run_name(run) != name, "not written down yet"
+    local_files.keep_name(run, name)
+    assert local_files.run_name(run) == name
+    shutil.copytree(run, copy)
+    assert local_files.run_name(copy) != name
+    for nonsense in (b"../../etc 1\n", b"\xff\xfe", b""):
+        (run / local_files.NAME_FILE).write_bytes(nonsense)
+        assert len(local_files.run_name(run)) == 16
+
+
+def test_folders_of_simulated_hosts_are_all_found(tmp_path: Path) -> None:
+    for host in ("host0", "host1"):
+        (tmp_path / f"ram-{host}" / "a" / "name").mkdir(parents=True)
+    found = local_files.run_folders(f"{tmp_path}/ram-{{host}}/a", "name")
+    assert [folder.parent.parent.name for folder in found] == ["ram-host0", "ram-host1"]
+    assert local_files.run_folders(f"{tmp_path}/ram-host0/a", "other") == []
+
+
 def test_without_a_local_tier_the_durable_one_counts_alone(two: Path) -> None:
     assert restored(Checkpointer(two / "durable"))["step"] == 20
     shutil.rmtree(two / "local")
@@ -105,6 +145,29 @@ def test_a_flipped_bit_is_never_restored(two: Path, share: float) -> None:
     assert found["step"] == 22
     assert [step for step, _ in checkpointer.refused()] in ([], [24])
     assert "24.0.npz" not in files(two), "it is not looked at again"
+
+
+def test_no_damage_to_a_files_own_structure_stops_a_start(two: Path) -> None:
+    """Headers of the zip, of its members and of their arrays: whatever reading them raises."""
+    rng, whole = random.Random(0), (two / "local" / "24.0.npz").read_bytes()
+    ends = whole.rfind(b"PK\x05\x06")
+    (found,) = (f for f in local_files.scan(two / "local") if f.step == 24)
+    headers = [i for i in range(len(whole) - 4) if whole[i : i + 4] == b"PK\x03\x04"]
+    for _ in range(150):
+        content = bytearray(whole)
+        near = rng.choice([*headers, ends - rng.randrange(4000)])
+        content[max(0, min(len(content) - 1, near + rng.randrange(160)))] ^= 1 << rng.randrange(8)
+        (two / "local" / "24.0.npz").write_bytes(content)
+        files = local_files.scan(two / "local")
+        for number in range(len(found.pieces)):
+            held = [f for f in files if f.save == found.save]
+            with local_files.Blocks(held) as blocks, local_files.Blocks([found]) as now:
+                size = 3  # no piece has it: a length that is wrong is refused
+                assert blocks.read(number, size) is None and now.read(number, size) is None
+        rows = local_verified([two / "local"])
+        assert [row["step"] for row in rows] in ([22], [22, 24])
+    (two / "local" / "24.0.npz").write_bytes(content)
+    assert restored(tiers(two))["step"] in (22, 24)
 
 
 def test_a_damaged_piece_is_told_and_refused(two: Path) -> None:
@@ -164,7 +227,7 @@ def test_a_process_whose_saves_fail_does_not_fill_the_disks_of_others(
 
 
 def test_another_state_in_the_directory_is_refused_by_its_leaves(two: Path) -> None:
-    with pytest.raises(DataRefusedError, match="local checkpoint of step 24 does not fit"):
+    with pytest.raises(DataRefusedError, match="local checkpoint of step 24 in .* does not fit"):
         tiers(two).restore({"x": jnp.ones(3)})
 
 
@@ -202,7 +265,7 @@ def test_a_save_is_left_out_while_the_one_before_is_written(
 
 
 def test_list_and_verify_show_what_this_host_has(two: Path) -> None:
-    listed = listing.list_checkpoints(two / "durable", two / "local")
+    listed = listing.list_checkpoints(two / "durable", [two / "local"])
     rows = {row["step"]: row for row in listed["checkpoints"]}
     assert listed["latest_restorable"] == 24
     assert [rows[s]["tier"] for s in (10, 20, 22, 24)] == ["durable"] * 2 + ["local"] * 2
@@ -210,11 +273,11 @@ def test_list_and_verify_show_what_this_host_has(two: Path) -> None:
     assert rows[24]["bytes"] == (two / "local" / "24.0.npz").stat().st_size
     state = states.make(24, states.mesh(2, 2))
     assert rows[24]["state_digest"] == state_digest(state, jax.jit(tree_words)(state))
-    found = verify(two / "durable", None, two / "local")
+    found = verify(two / "durable", None, [two / "local"])
     assert found["ok"] and [row["step"] for row in found["checkpoints"]] == [10, 20, 22, 24]
     file = two / "local" / "22.0.npz"
     flip(file, file.stat().st_size // 2)
-    found = verify(two / "durable", 22, two / "local")
+    found = verify(two / "durable", 22, [two / "local"])
     assert not found["ok"] and len(found["checkpoints"][0]["bad_leaves"]) == 1
 
 
@@ -223,9 +286,9 @@ def test_part_of_a_step_is_incomplete(killed: Path) -> None:
     folder = killed / "part"
     folder.mkdir()
     local_files.write(folder / "6.0.npz", file.manifest, file.pieces, {})
-    (row,) = local_rows(folder)
+    (row,) = local_rows([folder])
     assert (row["step"], row["status"]) == (6, "incomplete")
-    assert verify(killed / "durable", None, folder)["checkpoints"][-1]["step"] == 2
+    assert verify(killed / "durable", None, [folder])["checkpoints"][-1]["step"] == 2
 
 
 @pytest.fixture(scope="module")

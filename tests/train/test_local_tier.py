@@ -1,13 +1,16 @@
 """A run whose only checkpoints before its end are on its hosts' own disks."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxrel.checkpoint.listing import newest
 from jaxrel.events import IntervalPlanned, LocalSaved, Resumed
+from jaxrel.exit_codes import ExitCode
 from jaxrel.ledger.reader import read
 from scripts.campaigns.workers import Worker, final_digest, free_port
 
@@ -76,3 +79,29 @@ def test_auto_plans_both_tiers_each_for_its_own_failures(tmp_path: Path, compile
     assert {(p.tier, round(p.share, 3)) for p in plans} == {("durable", 0.1), ("local", 0.9)}
     assert any(p.cost_s is not None for p in plans if p.tier == "local")
     assert json.loads((run / "provenance.json").read_text())
+
+
+@pytest.mark.slow
+def test_only_what_is_durable_completes_a_run_or_a_stop(tmp_path: Path, compiled: Path) -> None:
+    run = tmp_path / "run"
+    flags = {**LOCAL, "checkpoint.local_dir": tmp_path / "disk", "mesh.cpu_devices": 8}
+    first = Worker(run, flags, cache=compiled)
+    first.wait_for(r"^step 14/")
+    first.kill()
+    stopped = Worker(run, flags, cache=compiled)
+    stopped.wait_for("resumed from step 12")
+    stopped.process.terminate()
+    assert stopped.finish() == ExitCode.PREEMPTED, stopped.lines
+    saved = int(re.findall(r"step (\d+) is saved", stopped.lines[-1])[0])
+    assert saved >= 12 and newest(run / "checkpoints") == saved
+
+    again = tmp_path / "again"
+    first = Worker(again, flags, cache=compiled)
+    first.wait_for(r"^step 14/")
+    first.kill()
+    complete = Worker(again, {**flags, "run.steps": 12}, cache=compiled)
+    assert complete.finish() == 0, complete.lines
+    assert any("resumed from step 12" in line for line in complete.lines)
+    assert newest(again / "checkpoints") == 12
+    done = Worker(again, {**flags, "run.steps": 12}, cache=compiled)
+    assert done.finish() == 0 and "already complete" in done.lines[0]
