@@ -28,11 +28,11 @@ from jaxrel.throughput.walk import Walk
 __all__ = ["DEFINITION", "Count", "Uncounted", "count_flops"]
 
 DEFINITION = (
-    "model FLOPs: 2 M N K for every dot and convolution (8 where complex), padding left out;"
-    " each computed once, recomputation under jax.checkpoint undone; a loop as often as it runs,"
-    " a cond at its costliest branch; attention as it is computed: what a causal mask discards"
-    " counts, unless a share is declared; a lookup of embeddings is no product, the output"
-    " projection is; over all devices"
+    "model FLOPs: 2 M N K for every dot and convolution (8 where both are complex), padding left"
+    " out; each computed once, recomputation under jax.checkpoint undone; a loop as often as it"
+    " runs, a cond at its costliest branch; attention as it is computed: what a causal mask"
+    " discards counts, unless a share is declared; a lookup of embeddings is no product, the"
+    " output projection is; over all devices"
 )
 
 
