@@ -36,6 +36,8 @@ class JobStarted:
     command: list[str]
     hosts: list[str]
     processes: int
+    spares: int = 0
+    """Of the hosts, the last, which are not used at first."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,29 @@ class FailureDetected:
     """Ranks that died or hung because of it."""
     step: int | None = None
     """Completed steps of the rank at that time."""
+
+
+@dataclass(frozen=True)
+class HostAway:
+    """The agent of a host is gone."""
+
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class HostBack:
+    """It is there again; the next attempt may use it."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class HostDrained:
+    """No later attempt of the job uses this host."""
+
+    host: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -311,7 +336,8 @@ class Unknown:
 
 
 Event = (
-    JobStarted | AttemptStarted | FailureDetected | GangDead | AttemptEnded | JobEnded
+    JobStarted | AttemptStarted | FailureDetected | HostAway | HostBack | HostDrained | GangDead
+    | AttemptEnded | JobEnded
     | WorkerStarted | PhaseBegan | Resumed | MeterStarted | StepCompleted | ThroughputDrifted
     | StepSampled | Evaluated | CheckpointSaved | LocalSaved | CheckpointFailed | CheckpointRefused
     | IntervalPlanned | Finished | WorkerFailed | RecordsLost | Unknown

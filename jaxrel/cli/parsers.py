@@ -169,6 +169,31 @@ def _add_supervision(commands: Any) -> None:
         help="seconds that a step may always take; every other deadline is a multiple",
     )  # fmt: skip
     flag("--grace", metavar="S", type=float, default=60.0, help="seconds from SIGTERM to SIGKILL")
+    flag(
+        "--spares", metavar="S", type=int, default=0,
+        help="hosts beyond those, each used once it can take the place of a lost or drained one",
+    )  # fmt: skip
+    flag(
+        "--shrink-after", metavar="S", type=float, default=60.0,
+        help="seconds that a lost host is waited for before the job goes on with fewer",
+    )  # fmt: skip
+    flag(
+        "--min-hosts", metavar="N", type=int, default=1,
+        help="fewest hosts to go on with; how many there are always divides --hosts",
+    )  # fmt: skip
+    flag(
+        "--grow-after", metavar="S", type=float,
+        help="end an attempt in order, for one on more hosts, when they have been back so long;"
+        " by default the next attempt after a failure uses them",
+    )  # fmt: skip
+    flag(
+        "--drain-after", metavar="K", type=int, default=3,
+        help="failures that began on a host, in ten attempts, after which a spare replaces it",
+    )  # fmt: skip
+    flag(
+        "--host-return", metavar="S", type=float, default=0.2,
+        help="seconds that a simulated host is off when its agent was killed",
+    )  # fmt: skip
 
     flag = _add(commands, "agent", do.agent).add_argument
     flag("--leader", metavar="HOST:PORT", required=True, help="where it listens")

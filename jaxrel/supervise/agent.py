@@ -1,7 +1,8 @@
 """The part of a job's supervisor that runs on each host; it has one thread.
 
-It does what the leader asks and tells what it sees. When the leader is gone it kills its
-processes and leaves: nobody is there to restart them.
+It does what the leader asks and tells what it sees. When the leader is gone, or was silent for
+the lease that came with the processes, it kills them and leaves: nobody is there to restart
+them, or a leader that cannot be heard is about to start others in their place.
 """
 
 import asyncio
@@ -26,14 +27,13 @@ from jaxrel.supervise.messages import (
     decode,
     encode,
 )
+from jaxrel.supervise.policy import LAST_S
 from jaxrel.supervise.workers import Crew, adopt_orphans, log_path
 
 _POLL_S = 0.1
 _ALIVE_S = 1.0
 _CONNECT_S = 60.0
 _PROOF_S = 0.02
-_LAST_S = 10.0
-"""For the proof that nothing is left, when nobody waits for it."""
 
 
 def agent(leader: str, host: str) -> int:
@@ -74,6 +74,7 @@ class _Agent:
         self._crew = Crew(0, host, token)
         self._killing: asyncio.Task[None] | None = None
         self._follow: int | None = None  # the log of rank 0
+        self._lease_s: float | None = None
         self._console = Console()
         self._writer: asyncio.StreamWriter
 
@@ -96,15 +97,15 @@ class _Agent:
     async def _obey(self, reader: asyncio.StreamReader) -> int:
         """Do what the leader says, line by line."""
         welcome = False
-        with suppress(OSError, ValueError):  # it is gone, or says more than a line holds
-            while line := await reader.readline():
+        with suppress(OSError, ValueError):  # it is gone or silent, or says more than a line holds
+            while line := await asyncio.wait_for(reader.readline(), self._lease_s):
                 message = decode(line)
                 welcome = True
                 if isinstance(message, Leave):
                     return ExitCode.OK
                 self._do(message)
         if welcome:
-            raise FailedError(f"agent {self._host}: the leader at {self._leader} is gone")
+            raise FailedError(f"agent {self._host}: the leader at {self._leader} is gone or silent")
         raise FailedError(
             f"agent {self._host}: the leader at {self._leader} refused it: expected a host of the"
             " job that is not there yet, and the job's token in JAXREL_TOKEN"
@@ -115,6 +116,7 @@ class _Agent:
             case Spawn(attempt) if attempt > self._crew.attempt:
                 self._crew.close()
                 self._crew = Crew(attempt, self._host, self._token)
+                self._lease_s = message.lease_s
                 self._tell(self._crew.spawn(message))
                 self._open_log(message)
             case Dump(attempt, ranks) if attempt == self._crew.attempt:
@@ -180,7 +182,7 @@ class _Agent:
 
     async def _last(self) -> None:
         """Nothing outlives this process."""
-        ends = time.monotonic() + _LAST_S
+        ends = time.monotonic() + LAST_S
         while not self._crew.kill() and time.monotonic() < ends:
             await asyncio.sleep(_PROOF_S)
             self._tell(self._crew.reap())

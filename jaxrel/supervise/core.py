@@ -8,20 +8,20 @@ feeds it.
                   |                       ^  |
                   +----> terminating -----+  +-> ended
 
-What must hold after every event (`violations`): processes exist only in a stage that will see
-to their end, and nothing waits without a deadline. The one exception is a command that has
-never reported progress: nobody can tell a hang of it.
+What must hold after every event is in `invariants`.
 """
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from jaxrel.events import AttemptEnded, FailureDetected, GangDead
+from jaxrel.events import AttemptEnded, GangDead
 from jaxrel.exit_codes import ExitCode
 from jaxrel.supervise import exchange as x
-from jaxrel.supervise.deadlines import Deadlines, Pace, Stopwatch, due
-from jaxrel.supervise.ranks import Rank, names
-from jaxrel.supervise.rootcause import Cause, find
+from jaxrel.supervise.deadlines import Pace, Stopwatch, due
+from jaxrel.supervise.hosts import Host, Roster
+from jaxrel.supervise.policy import Policy
+from jaxrel.supervise.ranks import Rank
+from jaxrel.supervise.rootcause import Cause, find, late
 from jaxrel.supervise.verdict import (
     Again,
     Budget,
@@ -31,6 +31,9 @@ from jaxrel.supervise.verdict import (
     left_by_themselves,
     within,
 )  # fmt: skip
+
+Asked = tuple[x.Action, ...]
+"""What is to be done."""
 
 
 class Stage(StrEnum):
@@ -52,41 +55,21 @@ LIVE = (Stage.RUNNING, Stage.EXAMINING, Stage.TERMINATING, Stage.STOPPING)
 
 
 @dataclass(frozen=True)
-class Policy:
-    """What a job is and how long it waits for what, in seconds."""
-
-    hosts: tuple[str, ...]
-    processes_per_host: int = 1
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    grace_s: float = 60.0
-    """From SIGTERM to SIGKILL."""
-    host_s: float = 60.0
-    """For all agents to be there."""
-    settle_s: float = 0.3
-    """For other exits to arrive after one."""
-    dump_s: float = 2.0
-    kill_s: float = 30.0
-    """From SIGKILL to the proof that no process is left."""
-    jitter: float = 0.5
-    """In [0, 1): spreads the pauses of jobs that fail together."""
-
-    def placement(self) -> tuple[str, ...]:
-        """The host of each rank."""
-        return tuple(host for host in self.hosts for _ in range(self.processes_per_host))
-
-
-@dataclass(frozen=True)
 class State:
     """A job, as far as its leader knows."""
 
     policy: Policy
+    roster: Roster
     budget: Budget = field(default_factory=Budget)
     stage: Stage = Stage.WAITING
     until: float | None = None
-    """When the stage must be over; in `running`, see `wake`."""
-    up: frozenset[str] = frozenset()
+    """When the stage must be looked at again; in `running`, see `wake`."""
+    limit: float = 0.0
+    """When a wait for hosts, or for proof of death, ends the job."""
     attempt: int = 0
     """The last that was started."""
+    hosts: tuple[str, ...] = ()
+    """Of that attempt; empty before the first of this leader."""
     ranks: tuple[Rank, ...] = ()
     watches: tuple[Stopwatch, ...] = ()
     pace: Pace = field(default_factory=Pace)
@@ -94,8 +77,6 @@ class State:
     """Whether the command has ever reported progress."""
     undumped: frozenset[int] | None = None
     """Ranks whose dump is awaited; None before it is asked for."""
-    unproven: frozenset[str] = frozenset()
-    """Hosts on which a process of the attempt may still exist."""
     outcome: Outcome | None = None
     """Of the last attempt that was stopped."""
     asked: str = ""
@@ -104,17 +85,20 @@ class State:
 
 def begin(policy: Policy, budget: Budget, attempts: int, now: float) -> State:
     """A job whose run directory has seen `attempts` attempts."""
-    return State(policy, budget, until=now + policy.host_s, attempt=attempts)
+    roster = Roster(tuple(Host(name, now) for name in policy.hosts), policy.drain_after)
+    until = now + policy.host_s
+    return State(policy, roster, budget, until=until, limit=until, attempt=attempts)
 
 
 def wake(state: State) -> float | None:
     """When the job needs a `Tick` at the latest."""
-    if state.stage is Stage.RUNNING:
-        return due(state.ranks, state.pace, state.policy.deadlines, state.speaks)
-    return state.until
+    if state.stage is not Stage.RUNNING:
+        return state.until
+    hung = due(state.ranks, state.pace, state.policy.deadlines, state.speaks)
+    return min((at for at in (hung, _grows_at(state)) if at is not None), default=None)
 
 
-def step(state: State, event: x.Happening, now: float) -> tuple[State, tuple[x.Action, ...]]:
+def step(state: State, event: x.Happening, now: float) -> tuple[State, Asked]:
     """The job after `event`, and what is to be done. An event that is stale changes nothing."""
     if state.stage is Stage.ENDED:
         return state, ()
@@ -127,41 +111,23 @@ def step(state: State, event: x.Happening, now: float) -> tuple[State, tuple[x.A
         state = after
 
 
-def violations(state: State, now: float) -> list[str]:
-    """What must never be, in words; for tests and the simulator."""
-    found = []
-    if state.stage not in LIVE and state.unproven:
-        found.append(f"{state.stage}: processes may exist on {sorted(state.unproven)}")
-    if state.stage in LIVE and state.stage is not Stage.STOPPING and not state.unproven:
-        found.append(f"{state.stage}: no host has processes")
-    if (wakes := wake(state)) is None:
-        if state.stage not in (Stage.ENDED, Stage.RUNNING):
-            found.append(f"{state.stage}: waits without a deadline")
-        if state.stage is Stage.RUNNING and state.speaks:
-            found.append("running: waits without a deadline")
-    elif wakes <= now:
-        found.append(f"{state.stage}: the deadline passed {now - wakes:g} s ago")
-    if state.stage is Stage.STOPPING and state.outcome is None:
-        found.append("stopping: what follows is not decided")
-    return found
-
-
 # What an event tells
 
 
-def _take(state: State, event: x.Happening, now: float) -> tuple[State, tuple[x.Action, ...]]:
+def _take(state: State, event: x.Happening, now: float) -> tuple[State, Asked]:
     match event:
-        case x.HostUp(host) if host in state.policy.hosts:
-            # A host that comes back while the gang is being stopped has yet to prove its part.
-            again = state.stage is Stage.STOPPING and host in state.unproven
-            kill = (x.Kill(state.attempt, host),) if again else ()
-            return replace(state, up=state.up | {host}), kill
-        case x.HostLost(host, why):
-            return _lose(replace(state, up=state.up - {host}), host, why), ()
+        case x.HostUp(name) if name in state.policy.hosts and not state.roster[name].up:
+            host = state.roster[name]
+            # What may have been left there by the agent before this one must be proven dead.
+            attempt = host.owes or host.presumed
+            kill = (x.Kill(attempt, name),) if attempt and not _lives(state, name) else ()
+            return replace(state, roster=state.roster.arrived(name, now)), kill
+        case x.HostLost(name, why) if name in state.policy.hosts and state.roster[name].up:
+            return _lose(replace(state, roster=state.roster.left(name, now)), name, why), ()
         case x.TerminateAsked(why):
             return _ask(state, why, now)
-        case x.Gone(attempt, host) if attempt == state.attempt and state.stage is Stage.STOPPING:
-            return replace(state, unproven=state.unproven - {host}), ()
+        case x.Gone(attempt, name) if name in state.policy.hosts and not _lives(state, name):
+            return replace(state, roster=state.roster.proven(name, attempt)), ()
         case (
             x.Progress(attempt, rank) | x.Exited(attempt, rank) | x.Stopped(attempt, rank)
             | x.Continued(attempt, rank) | x.SpawnFailed(attempt, rank) | x.Dumped(attempt, rank)
@@ -174,6 +140,12 @@ def _take(state: State, event: x.Happening, now: float) -> tuple[State, tuple[x.
             return state, ()
 
 
+def _lives(state: State, host: str) -> bool:
+    """Whether the attempt goes on there, as far as can be seen."""
+    going_on = state.stage in LIVE and state.stage is not Stage.STOPPING
+    return going_on and any(rank.alive for rank in state.ranks if rank.host == host)
+
+
 def _lose(state: State, host: str, why: str) -> State:
     if state.stage not in LIVE:
         return state
@@ -182,7 +154,7 @@ def _lose(state: State, host: str, why: str) -> State:
     return replace(state, ranks=tuple(ranks))
 
 
-def _ask(state: State, why: str, now: float) -> tuple[State, tuple[x.Action, ...]]:
+def _ask(state: State, why: str, now: float) -> tuple[State, Asked]:
     if not state.asked:
         return replace(state, asked=why), ()
     if state.stage in (Stage.RUNNING, Stage.EXAMINING, Stage.TERMINATING):
@@ -221,71 +193,96 @@ def _hear(state: State, event: x.Happening, number: int, now: float) -> State:
 # What follows from it
 
 
-def _advance(state: State, now: float) -> tuple[State, tuple[x.Action, ...]]:
+def _advance(state: State, now: float) -> tuple[State, Asked]:
     """One move of the job, or the same state when there is none to make."""
     over = state.until is not None and now >= state.until
     match state.stage:
-        case Stage.WAITING if state.asked:
-            return _end(state, _unstarted(state))
-        case Stage.WAITING if state.up.issuperset(state.policy.hosts):
-            return _start(state, now)
-        case Stage.WAITING if over:
-            missing = [host for host in state.policy.hosts if host not in state.up]
-            why = f"no agent on {', '.join(missing)} within {state.policy.host_s:g} s"
-            return _end(state, x.End(ExitCode.FAILED, why))
+        case Stage.WAITING | Stage.BACKING_OFF if state.asked:
+            why = f"asked to stop ({state.asked}) while no process ran; start again to go on"
+            return _end(state, x.End(ExitCode.PREEMPTED, why))
+        case Stage.WAITING:
+            return _wait(state, now)
         case Stage.RUNNING:
             return _watch(state, now)
         case Stage.EXAMINING:
             return _examine(state, over, now)
         case Stage.TERMINATING if over or not any(rank.alive for rank in state.ranks):
             return _terminated(state, now)
-        case Stage.STOPPING if not state.unproven:
-            return _stopped(state, now)
-        case Stage.STOPPING if over:
-            hosts = ", ".join(sorted(state.unproven))
-            why = f"processes of attempt {state.attempt} may still run on {hosts}"
-            why += f" {state.policy.kill_s:g} s after SIGKILL: no other attempt is started"
-            return _end(replace(state, unproven=frozenset()), x.End(ExitCode.FAILED, why))
-        case Stage.BACKING_OFF if state.asked:
-            return _end(state, _unstarted(state))
+        case Stage.STOPPING:
+            return _prove(state, now)
         case Stage.BACKING_OFF if over:
-            until = now + state.policy.host_s
-            return replace(state, stage=Stage.WAITING, until=until), ()
+            policy = state.policy
+            limit = now + max(policy.host_s, policy.shrink_after_s)
+            return replace(state, stage=Stage.WAITING, until=None, limit=limit), ()
     return state, ()
 
 
-def _start(state: State, now: float) -> tuple[State, tuple[x.Action, ...]]:
-    hosts = state.policy.placement()
+def _wait(state: State, now: float) -> tuple[State, Asked]:
+    """Start the next attempt once the hosts for it are there.
+
+    The first one waits for the hosts that were named for it, and then takes spares; it never
+    starts with fewer, as whoever asked for them is there to hear of it.
+    """
+    policy, roster = state.policy, state.roster
+    first, over = not state.hosts, now >= state.limit
+    named = policy.hosts[: policy.wanted]
+    if not first or over or roster.usable.issuperset(named):
+        legal, patience_s = policy.legal[:1] if first else policy.legal, policy.shrink_after_s
+        if hosts := roster.place(legal, state.hosts or named, 0.0 if over else patience_s, now):
+            return _start(state, hosts, now)
+    if over:
+        missing = ", ".join(h.name for h in roster.hosts if not h.usable and not h.drained)
+        longest_s = policy.host_s if first else max(policy.host_s, policy.shrink_after_s)
+        return _end(state, x.End(ExitCode.FAILED, f"no agent on {missing} within {longest_s:g} s"))
+    again = None if first else roster.look_again(policy.shrink_after_s, now)
+    return _look_again(state, state.limit if again is None else min(again, state.limit))
+
+
+def _start(state: State, hosts: tuple[str, ...], now: float) -> tuple[State, Asked]:
+    placement = state.policy.placement(hosts)
     attempt = state.attempt + 1
     after = replace(
         state,
+        roster=state.roster.used(hosts, attempt),
         stage=Stage.RUNNING,
         until=None,
         attempt=attempt,
-        ranks=tuple(Rank(number, host, now) for number, host in enumerate(hosts)),
-        watches=(Stopwatch(),) * len(hosts),
+        hosts=hosts,
+        ranks=tuple(Rank(number, host, now) for number, host in enumerate(placement)),
+        watches=(Stopwatch(),) * len(placement),
         pace=Pace(),
         undumped=None,
-        unproven=frozenset(hosts),
     )
-    return after, (x.StartAttempt(attempt, hosts),)
+    return after, (x.StartAttempt(attempt, placement),)
 
 
-def _watch(state: State, now: float) -> tuple[State, tuple[x.Action, ...]]:
+def _watch(state: State, now: float) -> tuple[State, Asked]:
     """A running attempt: is it over, to be stopped, or in trouble?"""
     if state.asked:
-        until = now + state.policy.grace_s
-        after = replace(state, stage=Stage.TERMINATING, until=until)
-        return after, (x.Terminate(state.attempt),)
+        return _terminate(state, now)
     if outcome := left_by_themselves(state.ranks, state.speaks):
         if outcome.code == ExitCode.OK:
             return _stop(state, outcome, now)
         since = max(rank.left_at or now for rank in state.ranks)
         return _fail(state, Cause("preempted", None, outcome.reason, since), outcome, now)
-    if not _in_trouble(state, now):
-        return state, ()
-    settle_s = state.policy.settle_s if _ended_badly(state) else 0.0
-    return replace(state, stage=Stage.EXAMINING, undumped=None, until=now + settle_s), ()
+    if _in_trouble(state, now):
+        settle_s = state.policy.settle_s if _ended_badly(state) else 0.0
+        return replace(state, stage=Stage.EXAMINING, undumped=None, until=now + settle_s), ()
+    grows_at = _grows_at(state)
+    return _terminate(state, now) if grows_at is not None and now >= grows_at else (state, ())
+
+
+def _terminate(state: State, now: float) -> tuple[State, Asked]:
+    after = replace(state, stage=Stage.TERMINATING, until=now + state.policy.grace_s)
+    return after, (x.Terminate(state.attempt),)
+
+
+def _grows_at(state: State) -> float | None:
+    """When a running attempt makes way for one on more hosts; a silent command knows no way."""
+    after_s, policy = state.policy.grow_after_s, state.policy
+    if after_s is None or not state.speaks:
+        return None
+    return state.roster.grows_at(policy.legal, len(state.hosts), after_s)
 
 
 def _ended_badly(state: State) -> bool:
@@ -299,7 +296,7 @@ def _in_trouble(state: State, now: float) -> bool:
     return _ended_badly(state) or (wakes is not None and now >= wakes)
 
 
-def _examine(state: State, over: bool, now: float) -> tuple[State, tuple[x.Action, ...]]:
+def _examine(state: State, over: bool, now: float) -> tuple[State, Asked]:
     """Wait for late exits, then for dumps; then decide."""
     if not _in_trouble(state, now):  # it was only slow, and said so while it was looked at
         return replace(state, stage=Stage.RUNNING, until=None), ()
@@ -316,85 +313,75 @@ def _examine(state: State, over: bool, now: float) -> tuple[State, tuple[x.Actio
     return _fail(state, cause, after_failure(cause, state.ranks), now)
 
 
-def _fail(
-    state: State, cause: Cause, outcome: Outcome, now: float
-) -> tuple[State, tuple[x.Action, ...]]:
+def _fail(state: State, cause: Cause, outcome: Outcome, now: float) -> tuple[State, Asked]:
     """The attempt is over and the job is not complete."""
-    rank = cause.rank
-    detected = FailureDetected(
-        cause.kind,
-        None if rank is None else rank.rank,
-        None if rank is None else rank.host,
-        cause.detail,
-        None if cause.since is None else round(max(now - cause.since, 0.0), 6),
-        list(cause.following),
-        None if rank is None else rank.beat.completed,
-    )
-    budget = state.budget.after(state.ranks, counts=cause.kind != "preempted")
+    budget = state.budget.after(state.ranks, cause.kind != "preempted", cause.fault)
     outcome = within(budget, outcome, state.policy.jitter)
+    roster, told = state.roster, ()
+    if not budget.repeated:
+        roster, told = roster.judged(cause, state.hosts, state.attempt, state.policy.legal)
     if state.asked and isinstance(outcome.then, Again):
         why = f"asked to stop ({state.asked}) after attempt {state.attempt} failed"
         outcome = replace(outcome, then=x.End(ExitCode.PREEMPTED, f"{why}: {outcome.reason}"))
-    after, actions = _stop(replace(state, budget=budget), outcome, now)
-    return after, (x.Record(detected), *actions)
+    after, actions = _stop(replace(state, budget=budget, roster=roster), outcome, now)
+    news = (cause.detected(now), *told)
+    return after, (*(x.Record(event) for event in news), *actions)
 
 
-def _terminated(state: State, now: float) -> tuple[State, tuple[x.Action, ...]]:
+def _terminated(state: State, now: float) -> tuple[State, Asked]:
     """Every process was told to leave; they have, or their time is up."""
-    outcome = asked_to_stop(state.ranks, state.speaks, state.asked)
-    after, actions = _stop(state, outcome, now)
-    late = [rank for rank in state.ranks if rank.alive]
-    if not late:
-        return after, actions
-    # Who has come further on the way out waits there for the rest.
-    least = min(_way_out(rank) for rank in late)
-    stuck = [rank for rank in late if _way_out(rank) == least]
-    one = stuck[0] if len(stuck) == 1 else None
-    grace_s = state.policy.grace_s
-    detail = f"{names(stuck)} did not leave within {grace_s:g} s of SIGTERM"
-    if one:
-        detail += f", {one.where}"
-    found = FailureDetected(
-        "hang",
-        None if one is None else one.rank,
-        None if one is None else one.host,
-        detail,
-        grace_s,
-        [rank.rank for rank in late if rank is not one],
-        None if one is None else one.beat.completed,
-    )
-    return after, (x.Record(found), *actions)
+    stuck = late(state.ranks, state.policy.grace_s, now)
+    if state.asked:
+        outcome = asked_to_stop(state.ranks, state.speaks, state.asked)
+        after, actions = _stop(state, outcome, now)
+        return after, (x.Record(stuck.detected(now)), *actions) if stuck else actions
+    if outcome := left_by_themselves(state.ranks, state.speaks):
+        reason = outcome.reason and "every process saved and left, for more hosts"
+        return _stop(state, replace(outcome, reason=reason), now)
+    cause = stuck or find(state.ranks, state.pace, state.policy.deadlines, state.speaks, now)
+    return _fail(state, cause, after_failure(cause, state.ranks), now)
 
 
-def _way_out(rank: Rank) -> int:
-    """How far it has come from the loop to having left."""
-    phases = ("checkpoint", "stop", "done")
-    return 1 + phases.index(rank.beat.phase) if rank.beat.phase in phases else 0
-
-
-def _stop(state: State, outcome: Outcome, now: float) -> tuple[State, tuple[x.Action, ...]]:
+def _stop(state: State, outcome: Outcome, now: float) -> tuple[State, Asked]:
     """Kill what is left: also the children of processes that have left by themselves."""
-    until = now + state.policy.kill_s
-    after = replace(state, stage=Stage.STOPPING, until=until, outcome=outcome)
-    hosts = [host for host in state.policy.hosts if host in state.up]
-    return after, tuple(x.Kill(state.attempt, host) for host in hosts)
+    limit = now + state.policy.kill_s
+    after = replace(state, stage=Stage.STOPPING, until=limit, limit=limit, outcome=outcome)
+    there, _ = state.roster.unproven(state.policy.lost_s, now)
+    return after, tuple(x.Kill(state.attempt, host) for host in there)
 
 
-def _stopped(state: State, now: float) -> tuple[State, tuple[x.Action, ...]]:
+def _prove(state: State, now: float) -> tuple[State, Asked]:
+    """Nothing follows before no process of the attempt can be left."""
+    there, until = state.roster.unproven(state.policy.lost_s, now)
+    if not there and not until:
+        return _stopped(replace(state, roster=state.roster.presume()), now)
+    if there and now >= state.limit:
+        why = f"processes of attempt {state.attempt} may still run on {', '.join(there)}"
+        why += f" {state.policy.kill_s:g} s after SIGKILL: no other attempt is started"
+        return _end(state, x.End(ExitCode.FAILED, why))
+    return _look_again(state, min([state.limit] * bool(there) + until))
+
+
+def _stopped(state: State, now: float) -> tuple[State, Asked]:
+    """The attempt is over, and what was decided follows."""
     assert state.outcome is not None
-    ended = AttemptEnded(int(state.outcome.code), state.outcome.reason)
-    records = (x.Record(GangDead()), x.Record(ended))
-    then = state.outcome.then
+    reason, then = state.outcome.reason, state.outcome.then
+    roster, drained = state.roster.verdicts(state.ranks, state.attempt)
+    events = (GangDead(), *drained, AttemptEnded(int(state.outcome.code), reason))
+    records = tuple(x.Record(event) for event in events)
+    state = replace(state, roster=roster)
+    if isinstance(then, Again) and not roster.possible(state.policy.legal):
+        bad = ", ".join(host.name for host in roster.hosts if host.drained)
+        then = x.End(ExitCode.SUSPECT_HOST, f"too few hosts are left, drained: {bad}; {reason}")
     if isinstance(then, x.End):
         after, end = _end(state, then)
         return after, (*records, *end)
     return replace(state, stage=Stage.BACKING_OFF, until=now + then.pause_s), records
 
 
-def _end(state: State, end: x.End) -> tuple[State, tuple[x.Action, ...]]:
+def _end(state: State, end: x.End) -> tuple[State, Asked]:
     return replace(state, stage=Stage.ENDED, until=None), (end,)
 
 
-def _unstarted(state: State) -> x.End:
-    why = f"asked to stop ({state.asked}) while no process ran; start again to go on"
-    return x.End(ExitCode.PREEMPTED, why)
+def _look_again(state: State, until: float) -> tuple[State, Asked]:
+    return (state if until == state.until else replace(state, until=until)), ()

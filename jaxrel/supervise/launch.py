@@ -12,11 +12,11 @@ from jaxrel.exit_codes import UsageError
 from jaxrel.ledger.reader import highest_attempt
 from jaxrel.run_lock import supervised
 from jaxrel.supervise.console import Console
-from jaxrel.supervise.core import Policy
 from jaxrel.supervise.deadlines import Deadlines
 from jaxrel.supervise.leader import Job, Leader
 from jaxrel.supervise.local import LocalHosts
 from jaxrel.supervise.narrator import Narrator
+from jaxrel.supervise.policy import Policy, divisors
 from jaxrel.supervise.ports import fresh_ports
 from jaxrel.supervise.provisional import Provisional
 from jaxrel.supervise.verdict import Budget
@@ -39,18 +39,30 @@ class Launch:
     max_no_progress: int = 3
     hang_floor: float = 60.0
     grace: float = 60.0
+    spares: int = 0
+    min_hosts: int = 1
+    shrink_after: float = 60.0
+    grow_after: float | None = None
+    drain_after: int = 3
+    host_return: float = 0.2
 
     def check(self) -> None:
         """Raises UsageError, naming the flag that cannot be used as given."""
-        counts = ("hosts", "processes_per_host", "cpu_devices", "max_no_progress")
+        counts = ("hosts", "processes_per_host", "cpu_devices", "max_no_progress", "drain_after")
         for name in counts:
             value = getattr(self, name)
             _expect(name, value, value is None or value >= 1, "at least 1")
-        _expect("max_restarts", self.max_restarts, self.max_restarts >= 0, "at least 0")
+        for name in ("max_restarts", "spares"):
+            _expect(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
+        for name in ("shrink_after", "grow_after", "host_return"):
+            value = getattr(self, name)
+            _expect(name, value, value is None or 0 <= value < math.inf, "seconds from 0")
+        good = 1 <= self.min_hosts <= self.hosts
+        _expect("min_hosts", self.min_hosts, good, f"from 1 to --hosts, {self.hosts}")
         _expect("hang_floor", self.hang_floor, 0 < self.hang_floor < math.inf, "seconds above 0")
         _expect("grace", self.grace, 0 <= self.grace < math.inf, "seconds from 0")
         _expect("backend", self.backend, self.backend == "local", "local")
-        processes = self.hosts * self.processes_per_host
+        processes = (self.hosts + self.spares) * self.processes_per_host
         most = f"at most {_MOST} processes on one machine, not {processes}"
         _expect("hosts", self.hosts, processes <= _MOST, most)
         if not self.run_dir:
@@ -67,21 +79,26 @@ def launch(asked: Launch) -> int:
     """Run a job to its end; its exit code. Raises UsageError before anything is started."""
     asked.check()
     run_dir = Path(asked.run_dir).absolute()
-    hosts = tuple(f"host{number}" for number in range(asked.hosts))
+    hosts = tuple(f"host{number}" for number in range(asked.hosts + asked.spares))
     policy = Policy(
         hosts,
         asked.processes_per_host,
         Deadlines(asked.hang_floor),
         asked.grace,
         jitter=random.random(),
+        spares=asked.spares,
+        counts=divisors(asked.hosts, asked.min_hosts),
+        shrink_after_s=asked.shrink_after,
+        grow_after_s=asked.grow_after,
+        drain_after=asked.drain_after,
     )
     console = Console()
-    with supervised(run_dir), closing(_ledger(run_dir, len(policy.placement()))) as ledger:
+    with supervised(run_dir), closing(_ledger(run_dir, policy.processes)) as ledger:
         leader = Leader(
             Job(asked.command, run_dir, asked.cpu_devices),
             policy,
             Budget(asked.max_restarts, asked.max_no_progress),
-            hosts=LocalHosts(hosts),
+            hosts=LocalHosts(hosts, asked.host_return),
             ledger=ledger,
             pick_port=fresh_ports(),
             narrator=Narrator(console, run_dir),

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxrel.events import AttemptStarted, Event, JobEnded, JobStarted
+from jaxrel.events import AttemptStarted, Event, HostAway, HostBack, JobEnded, JobStarted
 from jaxrel.supervise import exchange as x
-from jaxrel.supervise.core import Policy, begin, step, wake
+from jaxrel.supervise.core import Stage, begin, step, wake
 from jaxrel.supervise.messages import (
     LONGEST,
     Alive,
@@ -26,6 +26,7 @@ from jaxrel.supervise.messages import (
     encode,
 )
 from jaxrel.supervise.narrator import Narrator
+from jaxrel.supervise.policy import Policy
 from jaxrel.supervise.verdict import Budget
 
 _HELLO_S = 5.0
@@ -60,12 +61,16 @@ class LedgerLike(Protocol):
 class Hosts(Protocol):
     """Where agents come from."""
 
-    def start(self, leader: str, token: str) -> None:
-        """Start them all; called once, in the running loop."""
+    def start(self, leader: str, token: str, gone: Callable[[str], None]) -> None:
+        """Start them all; called once, in the running loop.
+
+        `gone` may be told of a host whose agent has died and on which nothing is left of what
+        it ran. Where nobody can tell, the agent's lease has to end.
+        """
         ...
 
     def kill(self, host: str) -> None:
-        """An agent does not answer: end it, and start another."""
+        """An agent does not answer: end it; another one may come."""
         ...
 
     async def stop(self) -> None:
@@ -111,6 +116,7 @@ class Leader:
         self._narrator = narrator
         self._token = secrets.token_hex(16)
         self._links: dict[str, _Link] = {}
+        self._away: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -119,15 +125,15 @@ class Leader:
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[x.End] = loop.create_future()
         self._state = begin(self._policy, self._budget, self._ledger.attempt - 1, loop.time())
-        command, processes = list(self._job.command), len(self._policy.placement())
-        self._record(JobStarted(command, list(self._policy.hosts), processes))
+        command, hosts = list(self._job.command), list(self._policy.hosts)
+        self._record(JobStarted(command, hosts, self._policy.processes, self._policy.spares))
         self._narrator.begins(self._policy)
         server = await asyncio.start_server(self._serve, self._job.bind, 0, limit=LONGEST)
         address, port = server.sockets[0].getsockname()[:2]
         listening = asyncio.create_task(self._listen_for_silence())
         try:
             with _signals(self._feed):
-                self._hosts.start(f"{address}:{port}", self._token)
+                self._hosts.start(f"{address}:{port}", self._token, self._gone)
                 self._feed(x.Tick())
                 end = await self._ended
         finally:
@@ -152,11 +158,13 @@ class Leader:
         """Tell the core, and do what it says."""
         if self._ended.done():
             return
-        loop = asyncio.get_running_loop()
+        loop, before = asyncio.get_running_loop(), self._state.stage
         try:
             self._state, actions = step(self._state, event, loop.time())
             for action in actions:
                 self._do(action)
+            if self._state.stage is Stage.WAITING is not before:
+                self._narrator.waits(self._state)
         except Exception as error:  # whoever fed it is a callback, and nobody would hear of it
             self._ended.set_exception(error)
             return
@@ -203,6 +211,9 @@ class Leader:
         loop = asyncio.get_running_loop()
         link = self._links[host] = _Link(writer, loop.time())
         self._send(host, Leave() if self._ended.done() else Alive())
+        if host in self._away:
+            self._away.discard(host)
+            self._tell(HostBack(host))
         self._feed(x.HostUp(host))
         why = "its agent closed the connection"
         try:
@@ -219,15 +230,26 @@ class Leader:
             why = str(error)
         finally:
             del self._links[host]
+            self._away.add(host)
+            self._tell(HostAway(host, why))
             self._feed(x.HostLost(host, why))
 
+    def _gone(self, host: str) -> None:
+        """An agent has died, and nothing is left of what it ran."""
+        if link := self._links.get(host):
+            link.writer.transport.abort()
+        self._feed(x.HostLost(host, "its agent died"))
+        self._feed(x.Gone(self._state.attempt, host))
+
     async def _listen_for_silence(self) -> None:
-        """An agent that says nothing is as good as gone."""
+        """An agent that says nothing is as good as gone; each of them hears that we live."""
         loop = asyncio.get_running_loop()
         limit_s = self._policy.deadlines.agent_s
         looked = loop.time()
         while True:
             await asyncio.sleep(limit_s / 4)
+            for host in self._links:
+                self._send(host, Alive())
             now, before, looked = loop.time(), looked, loop.time()
             if now - before > limit_s / 2:  # this process was held up, and they may have spoken
                 continue
@@ -243,8 +265,7 @@ class Leader:
             case x.StartAttempt():
                 self._start(action)
             case x.Record(event):
-                self._record(event)
-                self._narrator.tells(event, self._state)
+                self._tell(event)
             case x.Kill(_, host):
                 self._send(host, action)
             case x.Dump() | x.Terminate():
@@ -271,6 +292,7 @@ class Leader:
                 str(self._job.run_dir),
                 list(self._job.command),
                 self._job.cpu_devices,
+                self._policy.lease_s,
             )
             self._send(host, order)
 
@@ -278,6 +300,11 @@ class Leader:
         link = self._links.get(host)
         if link is not None and not link.writer.is_closing():
             link.writer.write(encode(message))
+
+    def _tell(self, event: Event) -> None:
+        if not self._ended.done():
+            self._record(event)
+            self._narrator.tells(event, self._state)
 
     def _record(self, event: Event) -> None:
         self._ledger.write(event)

@@ -49,6 +49,8 @@ class Spawn:
     run_dir: str
     command: list[str]
     cpu_devices: int | None = None
+    lease_s: float = 60.0
+    """End them when nothing was heard of the leader for so long: it will count them as gone."""
 
 
 @dataclass(frozen=True)

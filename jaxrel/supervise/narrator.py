@@ -2,11 +2,19 @@
 
 from pathlib import Path
 
-from jaxrel.events import AttemptEnded, Event, FailureDetected
+from jaxrel.events import (
+    AttemptEnded,
+    Event,
+    FailureDetected,
+    HostAway,
+    HostBack,
+    HostDrained,
+)
 from jaxrel.exit_codes import ExitCode
 from jaxrel.supervise.console import Console
-from jaxrel.supervise.core import Policy, State
+from jaxrel.supervise.core import Stage, State
 from jaxrel.supervise.exchange import End, StartAttempt
+from jaxrel.supervise.policy import Policy
 from jaxrel.supervise.verdict import Again
 from jaxrel.supervise.workers import log_path, stacks_path
 
@@ -19,29 +27,49 @@ class Narrator:
 
     def __init__(self, console: Console, run_dir: Path) -> None:
         """`run_dir` is where stacks and logs are."""
-        self._console, self._run_dir = console, run_dir
+        self._console, self._run_dir, self._wanted = console, run_dir, 1
 
     def begins(self, policy: Policy) -> None:
         """The job, and how long it waits for what."""
-        self._say(f"run {self._run_dir}; deadlines: {policy.deadlines.ladder()}")
+        self._wanted = policy.wanted
+        self._say(f"run {self._run_dir}; deadlines: {policy.ladder()}")
 
     def starts(self, action: StartAttempt, coordinator: str) -> None:
         """An attempt."""
-        hosts = ", ".join(dict.fromkeys(action.hosts))
+        names = dict.fromkeys(action.hosts)
+        fewer = f" ({len(names)} of {self._wanted} hosts)" if len(names) < self._wanted else ""
+        hosts = ", ".join(names) + fewer
         count = len(action.hosts)
         processes = f"{count} process{'es' if count != 1 else ''}"
         self._say(f"attempt {action.attempt} on {hosts}; {processes}; coordinator {coordinator}")
+
+    def waits(self, state: State) -> None:
+        """The next attempt is held up."""
+        missing = [h.name for h in state.roster.hosts if not h.usable and not h.drained]
+        fewer_s = state.policy.shrink_after_s
+        self._say(f"waiting for {', '.join(missing)}; {fewer_s:g} s after its loss fewer must do")
 
     def tells(self, event: Event, state: State) -> None:
         """What has just been recorded."""
         match event:
             case FailureDetected():
                 self._failure(event, state)
+            case HostAway(host, why):
+                self._say(f"{host} is lost: {why}")
+            case HostBack(host):
+                drained = state.roster[host].drained
+                self._say(f"{host} is back{', and not used: it is drained' * bool(drained)}")
+            case HostDrained(host, why):
+                self._say(f"{host} is drained, this job does not use it again: {why}")
             case AttemptEnded() if state.outcome and isinstance(state.outcome.then, Again):
+                if state.stage is Stage.ENDED:  # what was to follow has no hosts
+                    return
                 used, pause_s = state.budget.failures, state.outcome.then.pause_s
                 when = f"in {pause_s:.1f} s" if pause_s else "at once"
                 what = f"restart {used} of {state.budget.max_restarts}"
-                self._say(f"{what if event.exit != ExitCode.PREEMPTED else 'restart'} {when}")
+                if event.exit == ExitCode.PREEMPTED:
+                    what = f"{event.reason}; restart"
+                self._say(f"{what} {when}")
             case _:
                 pass
 

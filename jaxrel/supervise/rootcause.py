@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from signal import SIGABRT
 
-from jaxrel.events import FailureKind
+from jaxrel.events import FailureDetected, FailureKind
 from jaxrel.exit_codes import ExitCode
 from jaxrel.supervise.deadlines import Deadlines, Pace
 from jaxrel.supervise.ranks import Rank, code_text, names
@@ -28,6 +28,8 @@ _PEER = re.compile(
     r"|process 0 did not answer",
     re.IGNORECASE,
 )
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+"""In a text that is else the same in every attempt."""
 _STORAGE = re.compile(r"No space left|quota exceeded|Read-only file system|SaveFailedError")
 _MEMORY = re.compile(r"RESOURCE_EXHAUSTED|MemoryError")
 
@@ -56,6 +58,20 @@ class Cause:
     """When it happened: the exit's own time, or the last sign of life."""
     following: tuple[int, ...] = ()
     """Other ranks that died, were stuck, or could not go on without it."""
+    fault: tuple[str, int] | None = None
+    """Of an exception that names no peer: its text, and the steps that were complete."""
+
+    def detected(self, now: float) -> FailureDetected:
+        """For the ledger."""
+        return FailureDetected(
+            self.kind,
+            None if self.rank is None else self.rank.rank,
+            None if self.rank is None else self.rank.host,
+            self.detail,
+            None if self.since is None else round(max(now - self.since, 0.0), 6),
+            list(self.following),
+            None if self.rank is None else self.rank.beat.completed,
+        )
 
 
 def find(
@@ -92,6 +108,28 @@ def find(
     return _blame(suspects, ranks, speaks, stuck)
 
 
+def late(ranks: tuple[Rank, ...], grace_s: float, now: float) -> Cause | None:
+    """Who is to blame when ranks did not leave within `grace_s` of SIGTERM; None if all did."""
+    living = [rank for rank in ranks if rank.alive]
+    if not living:
+        return None
+    # Who has come further on the way out waits there for the rest.
+    least = min(_way_out(rank) for rank in living)
+    stuck = [rank for rank in living if _way_out(rank) == least]
+    one = stuck[0] if len(stuck) == 1 else None
+    detail = f"{names(stuck)} did not leave within {grace_s:g} s of SIGTERM"
+    if one:
+        detail += f", {one.where}"
+    following = tuple(rank.rank for rank in living if rank is not one)
+    return Cause("hang", one, detail, now - grace_s, following)
+
+
+def _way_out(rank: Rank) -> int:
+    """How far it has come from the loop to having left."""
+    phases = ("checkpoint", "stop", "done")
+    return 1 + phases.index(rank.beat.phase) if rank.beat.phase in phases else 0
+
+
 def _blame(
     suspects: list[Rank],
     ranks: tuple[Rank, ...],
@@ -112,7 +150,11 @@ def _blame(
         detail += "; also " + "; ".join(f"rank {r.rank}: {how(r)[1]}" for r in rest)
     named = first if len(equal) == 1 else None
     following = tuple(r.rank for r in ranks if r is not named and not r.left_well(speaks))
-    return Cause(kind, named, detail, since, following)
+    error = first.beat.error
+    fault = None
+    if kind == "exception" and error and not _PEER.search(error):
+        fault = (_ADDRESS.sub("0x", error), first.beat.completed)
+    return Cause(kind, named, detail, since, following, fault)
 
 
 def _how(rank: Rank) -> tuple[FailureKind, str, float]:

@@ -7,9 +7,8 @@ from jaxrel.supervise.exchange import End
 from jaxrel.supervise.ranks import Rank, code_text, names
 from jaxrel.supervise.rootcause import Cause
 
-_FINAL = (ExitCode.DIVERGED, ExitCode.DATA_REFUSED, ExitCode.USAGE, ExitCode.SUSPECT_HOST)
-"""Codes with which a job ends whoever leaves with them: a restart would not help, or must be
-elsewhere."""
+_FINAL = (ExitCode.DIVERGED, ExitCode.DATA_REFUSED, ExitCode.USAGE)
+"""Codes with which a job ends whoever leaves with them: a restart would not help."""
 
 _LONGEST_PAUSE_S = 30.0
 
@@ -25,16 +24,25 @@ class Budget:
     """Attempts running in which the highest completed step did not rise."""
     best: int = 0
     """The highest completed step of the job."""
+    fault: tuple[str, int] | None = None
+    """Text and step of the last exception, until an attempt is two steps beyond it."""
+    repeated: bool = False
+    """Whether it has come twice: the code's fault, or the data's, and on no host another."""
 
-    def after(self, ranks: tuple[Rank, ...], counts: bool) -> "Budget":
-        """The budget after an attempt; `counts` is whether it failed."""
+    def after(
+        self, ranks: tuple[Rank, ...], counts: bool, fault: tuple[str, int] | None = None
+    ) -> "Budget":
+        """The budget after an attempt that failed, if that `counts`, with the exception `fault`."""
         reached = max((rank.beat.completed for rank in ranks), default=0)
         before = max(self.best, *(rank.resumed for rank in ranks), 0)
+        known = self.fault if self.fault and reached <= self.fault[1] + 1 else None
         return replace(
             self,
             failures=self.failures + counts,
             fruitless=0 if reached > before else self.fruitless + 1,
             best=max(self.best, reached),
+            fault=fault or known,
+            repeated=fault is not None and fault == known,
         )
 
 
@@ -74,7 +82,8 @@ def after_failure(cause: Cause, ranks: tuple[Rank, ...]) -> Outcome:
     for code in _FINAL:
         if any(rank.code == code for rank in ranks):
             return Outcome(code, reason, End(code, reason))
-    return Outcome(ExitCode.FAILED, reason, Again(0))
+    suspect = any(rank.code == ExitCode.SUSPECT_HOST for rank in ranks)
+    return Outcome(ExitCode.SUSPECT_HOST if suspect else ExitCode.FAILED, reason, Again(0))
 
 
 def within(budget: Budget, outcome: Outcome, jitter: float) -> Outcome:
@@ -82,7 +91,9 @@ def within(budget: Budget, outcome: Outcome, jitter: float) -> Outcome:
     if isinstance(outcome.then, End):
         return outcome
     last = f"the last attempt: {outcome.reason}"
-    if budget.failures > budget.max_restarts:
+    if budget.repeated and budget.fault:
+        reason = f"the same exception at step {budget.fault[1]} twice: not hardware; {last}"
+    elif budget.failures > budget.max_restarts:
         reason = f"restarts: all {budget.max_restarts} are used; {last}"
     elif budget.fruitless >= budget.max_no_progress:
         attempts = "1 attempt" if budget.fruitless == 1 else f"{budget.fruitless} attempts running"
@@ -94,7 +105,7 @@ def within(budget: Budget, outcome: Outcome, jitter: float) -> Outcome:
 
 def asked_to_stop(ranks: tuple[Rank, ...], speaks: bool, why: str) -> Outcome:
     """What follows when all processes were told to stop, and have left or must be killed."""
-    for code in _FINAL:
+    for code in (*_FINAL, ExitCode.SUSPECT_HOST):
         if found := [rank for rank in ranks if rank.code == code]:
             reason = f"{names(found)} left with exit code {code}"
             return Outcome(code, reason, End(code, reason))

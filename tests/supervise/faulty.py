@@ -97,6 +97,12 @@ def is_late() -> None:
     time.sleep(3.0)
 
 
+def sleeps_till_the_host_is_back() -> None:
+    """Which the test says."""
+    while not Path(os.environ["JAXREL_RUN_DIR"], "back").exists():
+        time.sleep(0.1)
+
+
 def gets_sigterm() -> None:
     """And gives all processes time to agree where to stop, before the steps run out."""
     os.kill(os.getpid(), signal.SIGTERM)

@@ -140,6 +140,20 @@ def processes_of(run: Path) -> Iterator[int]:
     return (pid for pid, text in environments.items() if mark in text)
 
 
+def agent_of(run: Path, host: str) -> int:
+    """The process that is the agent of a host."""
+    for pid in processes_of(run):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"agent" in words and host.encode() in words:
+            return pid
+    raise AssertionError(f"no agent of {host}")
+
+
+def placements(finished: Finished) -> list[list[str]]:
+    """The hosts of each attempt's ranks."""
+    return [event.hosts for event in finished.of(AttemptStarted)]
+
+
 def listens(address: str) -> bool:
     """Whether anybody accepts connections there."""
     host, _, port = address.rpartition(":")

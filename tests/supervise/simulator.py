@@ -12,17 +12,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrel.events import AttemptEnded, FailureDetected, GangDead
+from jaxrel.events import (
+    AttemptEnded,
+    FailureDetected,
+    GangDead,
+    HostDrained,
+)
 from jaxrel.heartbeat import Beat
 from jaxrel.supervise import exchange as x
-from jaxrel.supervise.core import Policy, State, begin, step, violations, wake
+from jaxrel.supervise.core import LIVE, State, begin, step, wake
 from jaxrel.supervise.deadlines import Deadlines
+from jaxrel.supervise.invariants import violations
+from jaxrel.supervise.policy import LAST_S, Policy
 from jaxrel.supervise.verdict import Budget
 
 FAULTS = {
     "kill": 4, "stop": 3, "stop a while": 2, "hang": 4, "exception": 3, "exit": 2, "early 0": 2,
-    "preempt all": 2, "agent dies": 3, "host vanishes": 1, "unspawnable": 1, "64": 0.2, "77": 0.2,
-    "long save": 3, "slow step": 3,
+    "preempt all": 2, "agent dies": 3, "host vanishes": 3, "cut off": 1, "unspawnable": 1,
+    "64": 0.2, "76": 1.5, "77": 0.2, "long save": 3, "slow step": 3,
 }  # fmt: skip
 
 
@@ -45,24 +52,34 @@ class World:
     """One life of a job."""
 
     seed: int
-    steps: int = 12
+    steps: int = 0
     now: float = 0.0
     faults_per_attempt: float = 0.8
     log: list[str] = field(default_factory=list)
     """What happened, for whoever replays the seed."""
     ended: x.End | None = None
     starts: int = 0
+    growths: int = 0
+    """Attempts that were ended for one on more hosts."""
     records: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = r = random.Random(self.seed)
-        self.silent = r.random() < 0.1
-        hosts = tuple(f"host{n}" for n in range(r.choice((1, 1, 2, 3))))
+        self.silent, self.looks = r.random() < 0.1, r.random() < 0.5
+        self.steps = r.choice((12, 12, 12, 60, 200))
+        wanted, spares = r.choice((1, 2, 2, 3, 4)), r.choice((0, 0, 1, 2))
+        hosts = tuple(f"host{n}" for n in range(wanted + spares))
         policy = Policy(
             hosts, r.choice((1, 1, 2)), Deadlines(r.choice((2.0, 60.0))), r.choice((5.0, 60.0)),
-            jitter=r.random(),
+            jitter=r.random(), spares=spares, shrink_after_s=r.choice((0.0, 5.0, 90.0)),
+            grow_after_s=r.choice((None, None, 3.0)), lease_s=r.choice((20.0, 60.0)),
+            drain_after=r.choice((1, 3)), counts=r.choice(((), (), (wanted,))),
         )  # fmt: skip
-        budget = Budget(r.choice((0, 2, 10)), r.choice((1, 3)))
+        self.code_fault = r.randrange(2, self.steps) if r.random() < 0.05 else None
+        """The step that no attempt completes."""
+        self.bad: set[str] = set()
+        """Hosts that a worker gave up, and the core was told."""
+        budget = Budget(r.choice((0, 2, 10, 30)), r.choice((1, 3, 8)))
         self.state: State = begin(policy, budget, 0, self.now)
         self.up: dict[str, int] = {}
         """Agents that live, and the incarnation of each."""
@@ -72,6 +89,9 @@ class World:
         self._order = 0
         for host in hosts:
             self.after(r.uniform(0.1, 3), self.agent_starts, host)
+        for _ in range(r.choice((0, 0, 1, 3))):
+            at, host, returns = r.uniform(0, 120), r.choice(hosts), r.random() < 0.8
+            self.after(at, self.agent_dies, host, returns)
         if r.random() < 0.15:
             for _ in range(r.choice((1, 1, 2, 3))):
                 self.after(r.uniform(0, 60), self.tell, x.TerminateAsked("somebody"))
@@ -114,11 +134,17 @@ class World:
         if self.ended is not None:
             return
         self.log.append(f"{self.now:9.3f} {event}")
+        match event:
+            case x.Exited(attempt, rank, 76) if attempt == self.state.attempt:
+                if self.state.stage in LIVE and self.state.ranks[rank].alive:
+                    self.bad.add(self.state.ranks[rank].host)
+            case _:
+                pass
         self.state, actions = step(self.state, event, self.now)
         for action in actions:
             self.log.append(f"{self.now:9.3f}     -> {action}")
             self.do(action)
-        found = violations(self.state, self.now)
+        found = violations(self.state, self.now, actions)
         assert not found, self.fail("; ".join(found))
 
     def message(self, host: str, event: x.Happening, reliable: bool = True) -> None:
@@ -141,6 +167,7 @@ class World:
             case x.StartAttempt(attempt, hosts):
                 living = [p for p in self.processes if p.alive]
                 assert not living, self.fail(f"a new attempt beside {living}")
+                assert not self.bad & set(hosts), self.fail(f"uses one of {self.bad}")
                 assert attempt == self.starts + 1, self.fail("attempts are not counted")
                 self.starts = attempt
                 self.processes = []
@@ -154,6 +181,7 @@ class World:
                         dumped = x.Dumped(attempt, process.rank)
                         self.after(late, self.message, process.host, dumped)
             case x.Terminate():
+                self.growths += not self.state.asked
                 for process in self.processes:
                     if process.alive and process.obeys:
                         late = self.random.uniform(0, 4)
@@ -166,12 +194,15 @@ class World:
 
     def check_order(self, event: Any) -> None:
         """A failure is followed by the proof of death and the end of the attempt."""
-        last = type(self.records[-1]) if self.records else AttemptEnded
+        if isinstance(event, HostDrained):
+            return
         follows = {
             FailureDetected: (AttemptEnded,),
             GangDead: (FailureDetected, AttemptEnded),
             AttemptEnded: (GangDead,),
         }
+        kinds = (type(record) for record in reversed(self.records))
+        last = next((kind for kind in kinds if kind in follows), AttemptEnded)
         assert last in follows[type(event)], self.fail(f"{event} after {last}")
 
     # Hosts and processes
@@ -180,16 +211,27 @@ class World:
         self.up[host] = self.up.get(host, 0) + 1_000 + self._order
         self.tell(x.HostUp(host))
 
-    def agent_dies(self, host: str, returns: bool) -> None:
-        """With it its processes; the leader hears of it a little later."""
+    def agent_dies(self, host: str, returns: bool, cut_off: bool = False) -> None:
+        """With it its processes; the leader hears of it a little later.
+
+        When only the way to it is `cut off`, its processes live on for as long as they may.
+        """
         if self.up.pop(host, None) is None:
             return
-        for process in self.processes:
-            process.alive = process.alive and process.host != host
         noticed = self.random.choice((0.0, 0.1, 5.0))
+        lives_s = (
+            self.random.uniform(0, noticed + self.state.policy.lease_s + LAST_S) if cut_off else 0.0
+        )
+        for process in self.processes:
+            if process.host == host:
+                self.after(lives_s, setattr, process, "alive", False)
+                process.alive = process.alive and cut_off
         self.after(noticed, self.tell, x.HostLost(host, "gone"))
+        if self.looks and not cut_off:  # the backend sees for itself that nothing is left
+            self.after(noticed, self.tell, x.Gone(self.starts, host))
         if returns:
-            self.after(noticed + self.random.uniform(0.2, 5), self.agent_starts, host)
+            later = lives_s + noticed + self.random.choice((0.5, 5.0, 30.0, 90.0))
+            self.after(later, self.agent_starts, host)
 
     def spawn(self, attempt: int, hosts: tuple[str, ...]) -> None:
         self.done = self.saved
@@ -231,6 +273,11 @@ class World:
                     self.exit(process, -6, "wait")
             self.after(0.5, self.steps_on, attempt)
             return
+        if self.done + 1 == self.code_fault:
+            victim = self.random.choice(processes)
+            self.say(victim, "failed", f"KeyError: 'the code' at 0x{victim.sequence:x}")
+            self.after(0.1, self.exit, victim, 1, "")
+            return
         self.done += 1
         if self.done % 3 == 0:
             self.saved = self.done
@@ -247,7 +294,7 @@ class World:
         if not living:
             return
         victim = self.random.choice(living)
-        codes = {"kill": -9, "exit": 3, "early 0": 0, "64": 64, "77": 77}
+        codes = {"kill": -9, "exit": 3, "early 0": 0, "64": 64, "76": 76, "77": 77}
         if kind in codes:
             self.exit(victim, codes[kind], "wait")
         elif kind == "exception":
@@ -268,8 +315,9 @@ class World:
         elif kind == "preempt all":
             for process in living:
                 self.after(self.random.uniform(0, 3), self.exit, process, 75, "stop")
-        elif kind in ("agent dies", "host vanishes"):
-            self.agent_dies(victim.host, returns=kind == "agent dies")
+        elif kind in ("agent dies", "host vanishes", "cut off"):
+            returns = kind == "agent dies" or self.random.random() < 0.6
+            self.agent_dies(victim.host, returns, kind == "cut off")
 
     def resume(self, process: Process) -> None:
         if process.alive:
@@ -280,8 +328,10 @@ class World:
         if not process.alive:
             return
         if process.stopped and code != -9:
+            self.after(0.5, self.exit, process, code, phase)
             return
-        self.say(process, phase, "KeyError: 7" if phase == "failed" else "")
+        if phase:
+            self.say(process, phase, "KeyError: 7" if phase == "failed" else "")
         process.alive = False
         self.message(process.host, x.Exited(process.attempt, process.rank, code, self.now))
 

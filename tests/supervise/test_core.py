@@ -8,8 +8,9 @@ import pytest
 from jaxrel.events import AttemptEnded, FailureDetected, GangDead
 from jaxrel.heartbeat import Beat
 from jaxrel.supervise import exchange as x
-from jaxrel.supervise.core import Policy, Stage, State, begin, step, violations, wake
+from jaxrel.supervise.core import Policy, Stage, State, begin, step, wake
 from jaxrel.supervise.deadlines import Deadlines
+from jaxrel.supervise.invariants import violations
 from jaxrel.supervise.verdict import Budget
 
 TWO = Policy(("host0", "host1"), deadlines=Deadlines(10.0))
@@ -28,7 +29,7 @@ class Job:
         self.asked = []
         for event in events:
             self.state, actions = step(self.state, event, self.now)
-            assert not violations(self.state, self.now)
+            assert not violations(self.state, self.now, actions)
             self.asked += actions
         return self.asked
 
@@ -64,9 +65,9 @@ def running(policy: Policy = TWO, budget: Budget | None = None) -> Job:
     job = Job(policy, budget)
     assert job.tell(x.HostUp("host0")) == []
     job.tell(x.HostUp("host1"))
-    start = x.StartAttempt(1, policy.placement())
+    start = x.StartAttempt(1, policy.placement(policy.hosts))
     assert job.asked == [start]
-    for rank in range(len(policy.placement())):
+    for rank in range(len(policy.placement(policy.hosts))):
         job.tell(job.beat(rank, "compile"), job.beat(rank, "wait", 5))
     assert job.state.stage is Stage.RUNNING
     return job

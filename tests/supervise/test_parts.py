@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from jaxrel.ledger.reader import read
 from jaxrel.supervise import exchange as x
 from jaxrel.supervise import proc
 from jaxrel.supervise.console import Console
-from jaxrel.supervise.core import Policy
 from jaxrel.supervise.leader import Job, Leader
 from jaxrel.supervise.messages import Hello, ProtocolError, Spawn, decode, encode
 from jaxrel.supervise.narrator import Narrator
+from jaxrel.supervise.policy import Policy
 from jaxrel.supervise.ports import fresh_ports
 from jaxrel.supervise.provisional import Provisional
 from jaxrel.supervise.verdict import Budget
@@ -140,7 +141,7 @@ def test_ports_are_free_fresh_and_below_those_of_clients(monkeypatch: pytest.Mon
 class OnlyAStranger:
     """Hosts of which none comes; in its place somebody without the token."""
 
-    def start(self, leader: str, token: str) -> None:
+    def start(self, leader: str, token: str, gone: Callable[[str], None]) -> None:
         assert len(token) == 32
         self.answer = asyncio.create_task(self.knock(leader))
 

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from jaxrel.events import AttemptStarted, FailureDetected, GangDead, JobEnded, JobStarted
-from tests.supervise.jobs import Launched, attempt_ends, launch, processes_of, worker
+from tests.supervise.jobs import (
+    Launched,
+    agent_of,
+    attempt_ends,
+    launch,
+    processes_of,
+    worker,
+)
 
 TWO = ("--hosts", "2")
 PAIR = ("--processes-per-host", "2")
@@ -236,14 +243,6 @@ def test_an_agent_that_is_lost_costs_one_attempt(tmp_path: Path, number: signal.
     failure = done.failure
     assert (failure.kind, failure.rank, failure.host) == ("host_lost", 1, "host1")
     assert attempt_ends(done) == [70, 0]
-
-
-def agent_of(run: Path, host: str) -> int:
-    for pid in processes_of(run):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"agent" in words and host.encode() in words:
-            return pid
-    raise AssertionError(f"no agent of {host}")
 
 
 PICKS_A_TAKEN_PORT = """

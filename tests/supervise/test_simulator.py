@@ -2,18 +2,23 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from jaxrel.exit_codes import ExitCode
 from jaxrel.heartbeat import Beat
+from jaxrel.supervise import core, hosts
 from jaxrel.supervise import exchange as x
-from jaxrel.supervise.core import Policy, Stage, State, begin, step, violations, wake
+from jaxrel.supervise.core import Policy, Stage, State, begin, step, wake
 from jaxrel.supervise.deadlines import Deadlines
+from jaxrel.supervise.hosts import Host, Roster
+from jaxrel.supervise.invariants import violations
 from jaxrel.supervise.verdict import Budget
 from tests.supervise.simulator import World
 
-SEEDS = 700
+SEEDS = 1000
 
 
 @pytest.mark.core
@@ -27,10 +32,98 @@ def test_every_job_ends_and_no_two_attempts_live() -> None:
         if world.ended.code == 0:
             assert world.silent or world.done >= world.steps, world.fail("left too early")
         failed = sum(type(record).__name__ == "FailureDetected" for record in world.records)
-        assert world.starts <= failed + 1, world.fail("started again without a failure")
+        assert world.starts <= failed + world.growths + 1, world.fail(
+            "started again without a failure"
+        )
     # The sample has everything in it: ends of each kind that a job can have.
-    assert codes.keys() >= {0, 64, 70, 75, 77, 79}
+    assert codes.keys() >= {0, 64, 70, 75, 76, 77, 79}
     assert codes[0] > SEEDS / 3
+
+
+BUGS: dict[str, tuple[Any, str, Any, str]] = {
+    "uses drained hosts": (
+        Host, "usable", property(lambda host: host.up and not host.presumed),
+        "though drained|uses one of",
+    ),
+    "uses hosts that are not there": (
+        Host, "usable", property(lambda host: not host.drained and not host.presumed), "not there",
+    ),
+    "does not wait for the proof of death": (
+        Roster, "unproven", lambda *_: ([], []), "a new attempt beside",
+    ),
+    "forgets that a lost host's processes may live on": (
+        Policy, "lost_s", property(lambda _: 0.01), "a new attempt beside",
+    ),
+    "overhears the verdict on a host": (
+        Roster, "verdicts", lambda roster, *_: (roster, ()), "uses one of",
+    ),
+    "waits for ever": (
+        core, "_look_again", lambda state, _: (state, ()), "without a deadline|deadline passed",
+    ),
+    "goes on with any number of hosts": (
+        hosts, "largest", lambda legal, most: min(most, max(legal)), "not legal",
+    ),
+    "forgets a failure": (
+        core, "within", lambda _, outcome, __: replace(outcome, reason=""), "is not decided",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, wrong, says = BUGS[bug]
+    monkeypatch.setattr(owner, name, wrong)
+    with pytest.raises(AssertionError, match=says):
+        for seed in range(SEEDS):
+            World(seed).live()
+
+
+@pytest.mark.core
+def test_whatever_comes_in_whatever_order() -> None:
+    """Events that no world would send. Left alone then, the job comes to an end or runs on."""
+    stages: Counter[Stage] = Counter()
+    for seed in range(3000):
+        r, now = random.Random(seed), 0.0
+        names = tuple(f"host{n}" for n in range(r.choice((1, 2, 4))))
+        spares = r.randrange(len(names))
+        policy = Policy(
+            names, r.choice((1, 2)), spares=spares, shrink_after_s=r.choice((0.0, 9.0)),
+            grow_after_s=r.choice((None, 2.0)), drain_after=r.choice((1, 3)),
+        )  # fmt: skip
+        state = begin(policy, Budget(30, 30), 0, now)
+        for left in range(200, 0, -1):
+            now += r.choice((0.0, 0.1, 1.0, 10.0))
+            event: x.Happening = x.Tick()
+            if left > 100:
+                event = anything(r, state, now)
+            elif (wakes := wake(state)) is not None:
+                now = max(now, wakes)
+            state, actions = step(state, event, now)
+            found = violations(state, now, actions)
+            assert not found, f"seed {seed}: {found} after {event}"
+            stages[state.stage] += 1
+            if state.stage is Stage.ENDED:
+                break
+        assert state.stage is Stage.ENDED or wake(state) is None, f"seed {seed}: {state.stage}"
+    assert stages.keys() == set(Stage)
+    assert min(stages.values()) > 500
+
+
+def anything(r: random.Random, state: State, now: float) -> x.Happening:
+    """One event, often such that it concerns the attempt."""
+    host = r.choice((*state.policy.hosts, "stranger"))
+    at = (state.attempt - r.choice((0, 0, 0, 0, 1)), r.choice((0, 0, 1, 2, -1)))
+    phase = r.choice(("start", "compile", "wait", "wait", "failed", "done"))
+    beat = Beat(phase, r.randrange(9), r.randrange(9), int(now * 1e9), error="KeyError: 7")
+    return r.choice((
+        x.HostUp(host), x.HostUp(host), x.HostUp(host), x.HostLost(host, "gone"), x.Tick(),
+        x.Progress(*at, beat, now), x.Progress(*at, beat, now - 1.0), x.Dumped(*at),
+        x.Exited(*at, r.choice((0, 1, 75, 75, 76, -6, -9)), now), x.Stopped(*at, now),
+        x.Continued(*at, now), x.Gone(at[0], host), x.Gone(at[0], host), x.Gone(at[0], host),
+        x.SpawnFailed(*at, "no such file") if r.random() < 0.2 else x.Tick(),
+        x.TerminateAsked("somebody") if r.random() < 0.02 else x.Tick(),
+    ))  # fmt: skip
 
 
 def test_a_seed_replays_a_life() -> None:

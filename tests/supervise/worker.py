@@ -114,6 +114,9 @@ class Job:
     def exits_65(self) -> None:
         sys.exit(65)
 
+    def exits_76(self) -> None:
+        sys.exit(76)
+
     def exits_77(self) -> None:
         sys.exit(77)
 
