@@ -178,13 +178,13 @@ def test_a_wrong_configuration_is_one_line_and_leaves_nothing(
         (
             "",
             "command: got nothing: expected one of train, data, checkpoint, plan, report,"
-            " launch, agent, demo, drill, flops",
+            " launch, agent, demo, drill, flops, diagnose",
         ),
         ("trian", "trian: unknown command; did you mean train?"),
         (
             "xyz",
             "xyz: unknown command; expected one of train, data, checkpoint, plan, report,"
-            " launch, agent, demo, drill, flops",
+            " launch, agent, demo, drill, flops, diagnose",
         ),
         ("train", "config: got nothing: it is required; see --help"),
         ("data", "data: got nothing: expected one of build"),

@@ -198,6 +198,21 @@ def flops(config: Config, args: Namespace, make_task: Any = None) -> int:
     return ExitCode.OK
 
 
+def diagnose(config: Config, args: Namespace, make_task: Any = None) -> int:
+    """Where the time of a step goes: measured, as a waterfall from the peak down to MFU.
+
+    Runs the step on the devices that there are and writes nothing into the run. Names the largest
+    loss and what to try.
+    """
+    from jaxrel.habits.diagnose import Diagnose
+    from jaxrel.habits.diagnose import diagnose as run
+
+    asked = Diagnose(
+        args.seconds, args.stages, args.microbatches, args.interleave, args.svg, args.json
+    )
+    return run(config, asked, make_task)
+
+
 def drill(args: Namespace) -> int:
     """Interrupt and resize a run of your configuration on purpose; does it end in the same bits?
 
@@ -267,7 +282,7 @@ def _own_run_dir(command: Sequence[str]) -> str:
     raise UsageError("--dir: got nothing: expected the run directory; CMD has no --run.dir")
 
 
-CONFIGURED = {"flops": flops}
+CONFIGURED = {"flops": flops, "diagnose": diagnose}
 """Commands that take a configuration as `train` does, and flags of their own."""
 
 BY_NAME = {

@@ -8,6 +8,7 @@ from jaxrel.config import show
 
 COMMANDS = (
     "train", "data", "checkpoint", "plan", "report", "launch", "agent", "demo", "drill", "flops",
+    "diagnose",
 )  # fmt: skip
 _FLAGS = (
     "--out", "--tokenizer", "--held-out", "--json", "--backend", "--hosts", "--processes-per-host",
@@ -16,7 +17,7 @@ _FLAGS = (
     "--devices", "--gradients", "--flops-per-token", "--hardware-flops-per-token",
     "--architecture", "--convention", "--tokens-per-second", "--device-kind", "--peak-flops",
     "--dtype", "--stages", "--microbatches", "--interleave", "--kills",
-    "--kinds", "--resize", "--seed",
+    "--kinds", "--resize", "--seed", "--seconds", "--svg",
 )  # fmt: skip
 """Of all subcommands but `train`."""
 

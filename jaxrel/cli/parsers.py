@@ -35,6 +35,7 @@ def parsers() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     _add_drill(commands)
     configured["flops"] = _add_configured(commands, "flops", do.flops)
     _json(configured["flops"])
+    configured["diagnose"] = _add_diagnose(commands)
     return top, configured
 
 
@@ -149,6 +150,18 @@ def _add_drill(commands: Any) -> None:
     flag("--seed", metavar="S", type=int, default=0, help="of the moments")
     flag("--dir", metavar="DIR", help="a new or empty folder for the runs")
     _json(drilling)
+
+
+def _add_diagnose(commands: Any) -> ArgumentParser:
+    parser = _add_configured(commands, "diagnose", do.diagnose)
+    flag = parser.add_argument
+    flag("--seconds", metavar="S", type=float, default=20.0, help="to measure, compilation apart")
+    flag("--stages", metavar="P", type=int, help="of the pipeline that the step runs, if any")
+    flag("--microbatches", metavar="M", type=int, help="that it cuts a step into")
+    flag("--interleave", metavar="V", type=int, default=1, help="model chunks of a device")
+    flag("--svg", metavar="FILE", help="write the picture there as well")
+    _json(parser)
+    return parser
 
 
 def _add_supervision(commands: Any) -> None:
