@@ -111,7 +111,7 @@ def run_name(run_dir: str | os.PathLike[str]) -> str:
     So a run that begins again in the same directory, or in a copy of it, never takes the files
     of another. What is in the file and is no such name counts as nothing.
     """
-    with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         found = _NAMED.fullmatch(Path(run_dir, NAME_FILE).read_text())
         if found and int(found[2]) == Path(run_dir).stat().st_ino:
             return found[1]

@@ -240,11 +240,11 @@ def test_memory_is_read_after_every_save() -> None:
 def test_a_peak_starts_anew_and_sees_what_was_freed() -> None:
     checkpoint_memory.reset_peak()
     before = checkpoint_memory.resident()["VmRSS"]
-    np.ones(30_000_000, np.uint8)
+    np.ones(80_000_000, np.uint8)  # more than malloc ever keeps for the next
     peak = checkpoint_memory.resident()["VmHWM"]
-    assert 29 < peak - before < 60
+    assert 79 < peak - before < 120
     checkpoint_memory.reset_peak()
-    assert checkpoint_memory.resident()["VmHWM"] < peak - 15
+    assert checkpoint_memory.resident()["VmHWM"] < peak - 50
 
 
 def test_a_fresh_process_measures_or_says_why_not(tmp_path: Path) -> None:
