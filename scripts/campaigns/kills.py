@@ -28,8 +28,8 @@ from etils import epath
 from jaxrel.checkpoint import manifest
 from jaxrel.checkpoint.listing import TMP_SUFFIX, newest
 from scripts.campaigns.recorded import expected, reads
-from scripts.campaigns.results import once, write_result
-from scripts.campaigns.workers import ROOT, SMALL, Worker, final_digest
+from scripts.campaigns.results import once, state_folder, write_result
+from scripts.campaigns.workers import SMALL, Worker, final_digest
 
 MOMENTS = ("step", "save", "start-up", "start-up of a resume")
 DEVICES = (1, 2, 4, 8)
@@ -193,7 +193,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="what is killed when")
     parser.add_argument("--dir", type=Path, help="where the runs go, and are found again")
     args = parser.parse_args()
-    folder = args.dir or ROOT / "runs" / f"kills-seed{args.seed}"
+    folder = args.dir or state_folder(f"kills-seed{args.seed}")
     cache = folder / "compiled"
     reference = once(folder / "undisturbed", lambda own: undisturbed(own, cache))
     rows = []

@@ -32,7 +32,7 @@ from jaxrel.ledger.reader import read
 from jaxrel.mesh.build import build_mesh, degrees
 from jaxrel.train.run import make_step
 from jaxrel.train.task import reference_task
-from scripts.campaigns.results import once, write_result
+from scripts.campaigns.results import once, state_folder, write_result
 from scripts.campaigns.save_kills import bits
 from scripts.campaigns.workers import ROOT, SMALL, Worker, final_digest, free_port
 
@@ -234,7 +234,7 @@ def main() -> int:
         prog="scripts/campaign reshape", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--dir", type=Path, help="where the runs go, and are found again")
-    folder = parser.parse_args().dir or ROOT / "runs" / "reshape"
+    folder = parser.parse_args().dir or state_folder("reshape")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     cache = folder / "compiled"

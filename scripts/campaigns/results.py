@@ -31,6 +31,14 @@ def once(folder: Path, act: Callable[[Path], Any]) -> Any:
     return json.loads(record.read_text())
 
 
+def state_folder(campaign: str) -> Path:
+    """Where a campaign that is interrupted finds what it has done: with this Python, at this
+    revision, so that no result is of another's work."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    revision = (_git("rev-parse", "--short", "HEAD") or "unknown").strip()
+    return ROOT / "runs" / f"{campaign}-python{python}-{revision}"
+
+
 def write_result(campaign: str, seed: int, result: dict[str, Any]) -> Path:
     """Write `result` with where, when and with what it was made; returns the file."""
     version = ".".join(platform.python_version_tuple()[:2])
