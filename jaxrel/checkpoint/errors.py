@@ -17,8 +17,7 @@ class SaveFailedError(FailedError):
     """
 
     def __init__(self, step: int, what: str, *, may_pass: bool = False) -> None:
-        whole = what.startswith(f"step {step} ")
-        super().__init__(what if whole else f"the save of step {step} {what}")
+        super().__init__(f"the save of step {step} {what}")
         self.step, self.may_pass = step, may_pass
 
 

@@ -98,7 +98,7 @@ class Keeper:
             if step <= newest:
                 raise DataRefusedError(f"{refusal}: {self.directory} already holds step {newest}")
             left = [e for e in complete if e.step > newest]
-            path = listing.folder(self.directory, step)
+            path = self.directory / str(step)
             if path.exists() and step not in {e.step for e in left}:
                 raise DataRefusedError(
                     f"{refusal}: {path} is in its place and is not a checkpoint of jaxrel; move it"
@@ -110,7 +110,7 @@ class Keeper:
                 if listing.TMP_SUFFIX in name or (unfinished and listing.SAVE_SUFFIX in name):
                     delete(entry.path)  # of a save that never ended
         except OSError as error:
-            told = f"{refusal}: {error}"
+            told = f"cannot begin: {error}"
             raise SaveFailedError(step, told, may_pass=may_pass(told)) from error
 
     def _set_aside(self, entries: Sequence[listing.Entry]) -> None:

@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from jaxrel.checkpoint import local_files
 from jaxrel.checkpoint.errors import DamagedError
 from jaxrel.checkpoint.flight import Landed
-from jaxrel.checkpoint.local_files import Piece
+from jaxrel.checkpoint.local_files import LocalFile, Piece
 from jaxrel.checkpoint.pieces import Kept, Plan, bounds, moved, overlap, plan
 from jaxrel.checkpoint.together import agreed, from_everyone, together
 
@@ -33,12 +33,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Whole:
-    """A step of which all processes together see every piece; the same on all of them."""
+    """A step of which all processes together see every piece; but for `files` the same on all."""
 
     step: int
-    save: str
     manifest: dict[str, Any]
     pieces: list[Piece]
+    files: list[LocalFile]
+    """Those that this process sees."""
 
 
 class LocalTier:
@@ -120,10 +121,12 @@ class LocalTier:
         found = []
         for save in sorted(total, key=lambda save: (-int(save.split()[0]), save)):
             if total[save] == (1 << int(save.split()[-1])) - 1:
-                one = next((f for f in files if f.save == save), None)
-                described, pieces = _from_first(one and [one.manifest, one.pieces])
+                seen = [f for f in files if f.save == save]
+                described, pieces = _from_first(
+                    [seen[0].manifest, seen[0].pieces] if seen else None
+                )
                 listed = [Piece(path, tuple(a), tuple(b)) for path, a, b in pieces]
-                found.append(Whole(one.step if one else described["step"], save, described, listed))
+                found.append(Whole(described["step"], described, listed, seen))
         return found
 
     def read(self, whole: Whole, specs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -132,8 +135,7 @@ class LocalTier:
         A piece that a process cannot read comes from one that can. Raises DamagedError, on all
         processes, where none can.
         """
-        files = [f for f in local_files.scan(self.directory) if f.save == whole.save]
-        with local_files.Blocks(files) as blocks:
+        with local_files.Blocks(whole.files) as blocks:
             reader = together(lambda: _Reader(whole, blocks, specs))
             missing = {number for row in from_everyone(reader.lacking) for number in row}
             for number in sorted(missing):

@@ -208,7 +208,7 @@ def _opened(file: Path, step: int) -> LocalFile:
         held = frozenset(
             int(name) for name in names if name.isdecimal() and int(name) < len(pieces)
         )
-    return LocalFile(file, step, described, pieces, frozenset(held))
+    return LocalFile(file, step, described, pieces, held)
 
 
 def _member(members: zipfile.ZipFile, name: str) -> np.ndarray:

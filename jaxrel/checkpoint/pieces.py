@@ -81,7 +81,7 @@ def moved(arrays: Mapping[str, jax.Array], plan: Plan) -> dict[str, jax.Array]:
         return {}
     assert plan.mesh is not None
     values = [arrays[path] for path in plan.paths]
-    specs = tuple(x.sharding.spec for x in values)  # type: ignore[attr-defined]
+    specs = tuple(x.sharding.spec for x in values if isinstance(x.sharding, NamedSharding))
     with jax.set_mesh(plan.mesh):
         return dict(zip(plan.paths, _move(plan.mesh, specs, plan.permutation)(values), strict=True))
 

@@ -11,13 +11,13 @@ Nothing is written into the run: no checkpoint, no record, no compiled program.
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from jaxrel.config import Config, check
+from jaxrel.config import Config
 from jaxrel.exit_codes import ExitCode, FailedError, UsageError
 from jaxrel.habits import diagnose_show
 from jaxrel.plan import bubble, peaks
@@ -112,31 +112,23 @@ def measure(
     """All measurements, as `diagnose` makes them."""
     import jax
 
-    from jaxrel.data.pipeline import open_feed
     from jaxrel.habits import diagnose_measure as by
     from jaxrel.habits.diagnose_document import Findings
     from jaxrel.habits.diagnose_products import Bench, flops, products
-    from jaxrel.mesh.build import build_mesh, degrees
     from jaxrel.mesh.join import fix_cpu_threads, use_cpu_devices
     from jaxrel.throughput import count_flops
     from jaxrel.throughput.hardware_flops import hardware_flops
     from jaxrel.throughput.op_kinds import read_program
     from jaxrel.throughput.peak import device_peak
     from jaxrel.throughput.step_flops import as_step_flops
-    from jaxrel.train.run import make_step
+    from jaxrel.train.run import prepare
     from jaxrel.train.task import reference_task
 
     fix_cpu_threads()
     if config.mesh.cpu_devices is not None:
         use_cpu_devices(config.mesh.cpu_devices)
-    mesh = build_mesh(degrees(config.mesh))
-    known = {name: mesh.shape[name] for name in ("data", "fsdp", "tensor")}
-    check(replace(config, mesh=replace(config.mesh, **known)))
-    devices = jax.local_devices()
-    task = (make_task or reference_task)(config)
-    step = make_step(config, task, mesh)
-    groups = step.layout.process_groups()
-    feed = open_feed(config.data, config.batch, seed=config.run.seed, groups=groups)
+    task, step, feed = prepare(config, make_task or reference_task)
+    devices, mesh = jax.local_devices(), step.layout.mesh
     try:
         feed.start(0, None)
         batch = next(feed)

@@ -2,18 +2,15 @@
 
 import math
 import textwrap
-from dataclasses import replace
 from typing import Any
 
-from jaxrel.config import Config, check
-from jaxrel.data.pipeline import open_feed
-from jaxrel.mesh.build import build_mesh, degrees
+from jaxrel.config import Config
 from jaxrel.mesh.join import fix_cpu_threads, use_cpu_devices
 from jaxrel.throughput import count_flops
 from jaxrel.throughput.hardware_flops import hardware_flops
 from jaxrel.throughput.step_flops import as_step_flops
 from jaxrel.throughput.xla_report import xla_report
-from jaxrel.train.run import make_step
+from jaxrel.train.run import prepare
 from jaxrel.train.task import MakeTask, reference_task
 
 
@@ -27,12 +24,7 @@ def flops(config: Config, make_task: MakeTask = reference_task) -> dict[str, Any
     fix_cpu_threads()
     if config.mesh.cpu_devices is not None:
         use_cpu_devices(config.mesh.cpu_devices)
-    mesh = build_mesh(degrees(config.mesh))
-    known = {name: mesh.shape[name] for name in ("data", "fsdp", "tensor")}
-    check(replace(config, mesh=replace(config.mesh, **known)))
-    step = make_step(config, make_task(config), mesh)
-    groups = step.layout.process_groups()
-    feed = open_feed(config.data, config.batch, seed=config.run.seed, groups=groups)
+    _, step, feed = prepare(config, make_task)
     try:
         feed.start(0, None)
         batch = step.layout.place(next(feed))

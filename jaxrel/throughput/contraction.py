@@ -52,7 +52,7 @@ def convolution(i: Instruction, image: Array, kernel: Array, result: Array) -> i
     axes = [label for label in image_labels if label.isdigit()]
     products = 1
     for place, axis in enumerate(axes):
-        products *= _products(
+        products *= taps(
             image.dims[image_labels.index(axis)],
             kernel.dims[kernel_labels.index(axis)],
             result.dims[result_labels.index(axis)],
@@ -75,14 +75,15 @@ def _window(i: Instruction, place: int) -> tuple[int, int, int, int]:
     return part("stride", "1"), part("pad", "0"), part("lhs_dilate", "1"), part("rhs_dilate", "1")
 
 
-def _products(
-    image: int, kernel: int, result: int, stride: int, low: int, spread: int, gap: int
-) -> int:
-    """Pairs of an output and a kernel element, along one dimension, that meet an image element.
+def taps(size: int, kernel: int, out: int, stride: int, low: int, base: int, window: int) -> int:
+    """Pairs of an output and a kernel element, along one axis, that meet an element of the input.
 
-    `spread` is the dilation of the image, `gap` that of the kernel.
+    `low` is its padding, `base` and `window` the dilations of input and kernel.
     """
-    starts = np.arange(result, dtype=np.int64) * stride - low
-    at = (starts + k * gap for k in range(kernel))
-    inside = ((p >= 0) & (p < image * spread) & (p % spread == 0) for p in at)
-    return sum(int(np.count_nonzero(mask)) for mask in inside)
+    short, long = sorted([(kernel, window), (out, stride)])
+    reached = np.arange(long[0], dtype=np.int64) * long[1] - low
+    found = 0
+    for i in range(short[0]):
+        at = reached + i * short[1]
+        found += int(np.count_nonzero((at >= 0) & (at < size * base) & (at % base == 0)))
+    return found

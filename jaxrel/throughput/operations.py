@@ -5,14 +5,13 @@ each element of an elementwise result, whatever its dtype, and transcendental fu
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
+from jaxrel.throughput.contraction import taps
 from jaxrel.throughput.tally import Tally
 
 # One FLOP for each element of the result.
@@ -88,13 +87,13 @@ def contraction(name: str, multiply_adds: int, dtypes: Sequence[Any]) -> Tally:
     """A contraction of operands of `dtypes`: two FLOPs for each multiply-add, eight where both
     are complex; among integers they are operations, not FLOPs, and counted apart."""
     if all(jnp.issubdtype(d, jnp.complexfloating) for d in dtypes):
-        return Tally(contraction=Counter({name: 8 * multiply_adds}))
+        return Tally(contraction={name: 8 * multiply_adds})
     if all(jnp.issubdtype(d, jnp.integer) or d == jnp.bool_ for d in dtypes):
         return Tally(
             integer=Fraction(2 * multiply_adds),
             notes={"contractions among integers are counted apart, in `integer`": None},
         )
-    return Tally(contraction=Counter({name: 2 * multiply_adds}))
+    return Tally(contraction={name: 2 * multiply_adds})
 
 
 def _other_flops(name: str, eqn: Any) -> int | None:
@@ -164,26 +163,15 @@ def _convolution(eqn: Any) -> int:
     lhs, rhs, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
     p, numbers = eqn.params, eqn.params["dimension_numbers"]
     batch, features, *space = numbers.lhs_spec
-    taps = [
-        _taps(lhs[i], rhs[k], out[o], stride, low, base, window)
+    pairs = [
+        taps(lhs[i], rhs[k], out[o], stride, low, base, window)
         for i, k, o, stride, (low, _), base, window in zip(
             space, numbers.rhs_spec[2:], numbers.out_spec[2:], p["window_strides"],
             p["padding"], p["lhs_dilation"], p["rhs_dilation"], strict=True,
         )
     ]  # fmt: skip
     channels = lhs[features] // p["feature_group_count"] * out[numbers.out_spec[1]]
-    return channels * (lhs[batch] // p["batch_group_count"]) * math.prod(taps)
-
-
-def _taps(size: int, kernel: int, out: int, stride: int, low: int, base: int, window: int) -> int:
-    """Pairs of an output and a kernel position, along one axis, that meet the input."""
-    short, long = sorted([(kernel, window), (out, stride)])
-    reached = np.arange(long[0], dtype=np.int64) * long[1] - low
-    found = 0
-    for i in range(short[0]):
-        at = reached + i * short[1]
-        found += int(np.count_nonzero((at >= 0) & (at < size * base) & (at % base == 0)))
-    return found
+    return channels * (lhs[batch] // p["batch_group_count"]) * math.prod(pairs)
 
 
 _CONTRACTIONS: dict[str, Callable[[Any], int]] = {

@@ -1,6 +1,5 @@
 """What a walk of a program adds up."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -20,7 +19,7 @@ class Uncounted:
 class Tally:
     """Sums over part of a program. Fractions appear where a share of it is declared."""
 
-    contraction: Counter[str] = field(default_factory=Counter)
+    contraction: dict[str, Fraction | int] = field(default_factory=dict)
     """FLOPs of contractions, by operation."""
     integer: Fraction = Fraction(0)
     """Operations of contractions among integers."""
@@ -34,7 +33,7 @@ class Tally:
     def add(self, other: "Tally", times: Fraction | int = 1) -> None:
         """Add `other`, `times` over; what never runs, or is declared not to count, says nothing."""
         for name, flops in other.contraction.items():
-            self.contraction[name] += flops * times  # type: ignore[assignment]
+            self.contraction[name] = self.contraction.get(name, 0) + flops * times
         self.integer += other.integer * times
         self.elementwise += other.elementwise * times
         self.transcendental += other.transcendental * times

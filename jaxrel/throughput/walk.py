@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -69,7 +68,7 @@ class Walk:
         name = eqn.primitive.name
         estimator = self.estimators.get(kernel_name(eqn)) or known_estimator(eqn)
         if estimator:
-            return Tally(contraction=Counter({kernel_name(eqn): estimator(eqn)}))
+            return Tally(contraction={kernel_name(eqn): estimator(eqn)})
         if name in _CALLS:
             return self._call(eqn, known, within)
         if name in _RULES:
@@ -142,7 +141,7 @@ class Walk:
         name, estimate = kernel_name(eqn), eqn.params["cost_estimate"]
         if estimate is not None:
             total = Tally(
-                contraction=Counter({name: estimate.flops}),
+                contraction={name: estimate.flops},
                 transcendental=Fraction(estimate.transcendentals),
             )
             total.notes[f"{name}: the kernel's own cost estimate, all its FLOPs"] = None

@@ -66,17 +66,7 @@ def train(config: Config, make_task: MakeTask = reference_task) -> int:
 
 
 def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Recorder) -> None:
-    wanted = degrees(config.mesh)
-    if SUPERVISED in os.environ:  # an attempt may have fewer devices, or more, than the last
-        wanted = refit(wanted, jax.device_count())
-    mesh = build_mesh(wanted)
-    resolved = dict(mesh.shape)
-    known = {name: resolved[name] for name in ("data", "fsdp", "tensor")}
-    check(replace(config, mesh=replace(config.mesh, **known)))
-    task = make_task(config)
-    step = make_step(config, task, mesh)  # traced here, compiled at its first use
-    groups = step.layout.process_groups()
-    feed = open_feed(config.data, config.batch, seed=config.run.seed, groups=groups)
+    task, step, feed = prepare(config, make_task)
     try:
         _check_vocabulary(config, feed)
         local = agreed(lambda: local_files.run_name(config.run.dir))
@@ -101,7 +91,7 @@ def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Reco
             return
         if latest is not None and (changed := changes(config.run.dir, config)):
             trainer.progress.note(f"changed since the last start: {'; '.join(changed)}")
-        together(lambda: _begin_run(config, resolved, local))
+        together(lambda: _begin_run(config, dict(step.layout.mesh.shape), local))
         check_shared(config.checkpoint_dir())
         begin_together(recorder, config.run.dir)
         use_compile_cache(config.run.compiled or f"{config.run.dir}/compiled")
@@ -120,6 +110,25 @@ def _train(config: Config, make_task: MakeTask, stop: StopSignal, recorder: Reco
         trainer.progress.note(f"finished: step {config.run.steps}, state digest {digest}")
     finally:
         feed.close()
+
+
+def prepare(config: Config, make_task: MakeTask) -> tuple[Task, TrainStep, Feed]:
+    """What is trained, its step and its batches, for the devices that there are.
+
+    Under a supervisor the batch axes of the mesh are fitted to them. The step is traced here and
+    compiled at its first use; the feed has yet to be started, and must be closed.
+    """
+    wanted = degrees(config.mesh)
+    if SUPERVISED in os.environ:  # an attempt may have fewer devices, or more, than the last
+        wanted = refit(wanted, jax.device_count())
+    mesh = build_mesh(wanted)
+    known = {name: mesh.shape[name] for name in ("data", "fsdp", "tensor")}
+    check(replace(config, mesh=replace(config.mesh, **known)))
+    task = make_task(config)
+    step = make_step(config, task, mesh)
+    groups = step.layout.process_groups()
+    feed = open_feed(config.data, config.batch, seed=config.run.seed, groups=groups)
+    return task, step, feed
 
 
 def _local_dir(config: Config, name: str) -> Path | None:

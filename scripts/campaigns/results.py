@@ -35,7 +35,7 @@ def state_folder(campaign: str) -> Path:
     """Where a campaign that is interrupted finds what it has done: with this Python, at this
     revision, so that no result is of another's work."""
     python = ".".join(platform.python_version_tuple()[:2])
-    revision = (_git("rev-parse", "--short", "HEAD") or "unknown").strip()
+    revision = _git("rev-parse", "--short", "HEAD") or "unknown"
     return ROOT / "runs" / f"{campaign}-python{python}-{revision}"
 
 

@@ -263,4 +263,4 @@ def test_the_room_never_imports_jax() -> None:
     rooms = "architecture, bubble, conventions, mfu, peaks"
     code = f"import sys; from jaxrel.plan import {rooms}; peaks.peak('cpu')"
     code += "; sys.exit('jax' in sys.modules or 'scipy' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from etils import epath
 
+from jaxrel.checkpoint import Checkpointer
 from jaxrel.checkpoint.errors import SaveFailedError
 from jaxrel.checkpoint.listing import scan
 from jaxrel.events import CheckpointFailed, CheckpointSaved
@@ -106,3 +108,17 @@ def test_it_gives_up_in_the_end_and_at_once_where_waiting_is_vain(
     assert code == ExitCode.FAILED
     assert len(failed) == (4 if number == errno.EIO else 1)
     assert "the save of step 16 failed" in lines[-1]
+
+
+@pytest.mark.parametrize(("number", "passes"), [(errno.EIO, True), (errno.ENOSPC, False)])
+def test_storage_that_fails_before_a_save_begins_is_trouble_of_that_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, passes: bool
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    checkpointer = Checkpointer(tmp_path / "checkpoints")
+    monkeypatch.setattr(type(epath.Path("/")), "mkdir", fails)
+    with pytest.raises(SaveFailedError, match="the save of step 3 cannot begin: ") as caught:
+        checkpointer.save(3, {"x": jnp.ones(3)})
+    assert (caught.value.step, caught.value.may_pass) == (3, passes)
